@@ -132,7 +132,7 @@ class HopeGenerationMixin(GenerationMixin):
         check_inputs(self.config, **{name: inputs})
         mask = model_kwargs.get("attention_mask")
         told = [*boundaries_of(model_kwargs)]
-        if mask is not None and (mask.ndim != 2 or check_mask_values(mask)):
+        if mask is not None and (getattr(mask, "ndim", 4) != 2 or check_mask_values(mask)):
             told += ["attention_mask"]
         elif (positions := model_kwargs.get("position_ids")) is not None:
             real = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]

@@ -373,6 +373,13 @@ def create_attention_mask(
     Raises:
         ValueError: the kernels do not support the mask.
     """
+    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+        if config._attn_implementation != "flex_attention":
+            raise ValueError(
+                f"attention_mask is a {type(attention_mask).__name__}, which {config._attn_implementation} does not "
+                "take: set attn_implementation to flex_attention"
+            )
+        return attention_mask
     if attention_mask is not None and attention_mask.ndim != 2:
         is_flash = "flash" in config._attn_implementation
         if attention_mask.ndim != 4 or is_flash:
@@ -380,7 +387,7 @@ def create_attention_mask(
                 f"attention_mask has the shape {tuple(attention_mask.shape)}, and {config._attn_implementation} takes "
                 f"{'(batch, tokens)' if is_flash else '(batch, tokens) or four dimensions'}"
             )
-        if not isinstance(attention_mask, torch.Tensor) or attention_mask.is_floating_point():
+        if attention_mask.is_floating_point():
             return attention_mask
         # eager attention adds the mask to its scores
         masked = torch.finfo(hidden_states.dtype).min

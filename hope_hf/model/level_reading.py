@@ -105,15 +105,15 @@ def check_learning(
         )
     if input_ids is None:
         raise ValueError("learn=True predicts the next token: give input_ids, not inputs_embeds")
+    if attention_mask is not None and getattr(attention_mask, "ndim", 4) != 2:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}, and learn=True takes (batch, tokens), with "
+            "1 for a token and 0 for padding"
+        )
     numbers = attention_mask is not None and attention_mask.dtype != torch.bool and bool((attention_mask > 1).any())
     if told := [*boundaries_of(arguments), *["numbers in attention_mask"] * numbers]:
         raise ValueError(
             f"learn=True takes documents of a row as position_ids that restart at 0, not as {' and '.join(told)}"
-        )
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)}, and learn=True takes (batch, tokens), with "
-            "1 for a token and 0 for padding"
         )
     learning.check(model.config)
     return learning.resolved(model.config)

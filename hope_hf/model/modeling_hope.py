@@ -105,6 +105,7 @@ class HopePreTrainedModel(FreezesMemories, PreTrainedModel):
     _is_stateful = True
     _supports_sdpa = True
     _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 

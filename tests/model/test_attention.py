@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model.attention import HopeAttention
 from hope_hf.model.continuum import ContinuumLevel
 from hope_hf.model.fingerprint import fingerprint
@@ -79,3 +80,43 @@ def test_a_fingerprint_depends_on_the_fields_only_where_they_are_set():
         assert fingerprint(model) != plain
         setattr(model.config, field, HopeConfig.__dataclass_fields__[field].default)
     assert fingerprint(model) == plain
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+# torch's compiler uses what torch will remove
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flex_attention_takes_masks_of_its_own(tiny_model):
+    """A window as a `BlockMask` gives the values of the same window as a mask of four dimensions."""
+    model = tiny_model(layer_types=["full_attention"] * 2)
+    ids = torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(1))
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    packed = torch.cat([torch.arange(25), torch.arange(15)]).expand(2, -1)
+    query, key = torch.arange(40)[:, None], torch.arange(40)
+    band = ((query >= key) & (query - key < 7)).expand(2, 1, -1, -1)
+    calls = [dict(attention_mask=padding), dict(position_ids=packed, use_cache=False)]
+
+    def logits(**options):
+        with torch.no_grad():
+            found = model(ids, **options).logits
+        return found[:, 5:]
+
+    expected = [logits(**call) for call in (*calls, dict(attention_mask=band))]
+    blocks = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 7), None, None, 40, 40, device="cpu")
+    with pytest.raises(ValueError, match="attention_mask is a BlockMask, .*attn_implementation"):
+        logits(attention_mask=blocks)
+    model.set_attn_implementation("flex_attention")
+    # compiled, it takes ten seconds
+    torch.compiler.set_stance("force_eager")
+    try:
+        found = [logits(**call) for call in (*calls, dict(attention_mask=blocks))]
+        cache = HopeCache(model.config)
+        with torch.no_grad():
+            pieces = [model(piece, cache=cache).logits for piece in ids.split([30, 1, 9], dim=1)]
+        whole = logits()
+    finally:
+        torch.compiler.set_stance("default")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(pieces, dim=1)[:, 5:], whole, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="every document a row of its own"):
+        model.generate(ids, attention_mask=blocks)

@@ -88,7 +88,7 @@ def test_they_are_apart_with_a_cache_and_after_generating(saved, compared, atten
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[*range(7), *range(17)], [*range(11), *range(5), *range(8)]])
     caches = {"llama": [{"use_cache": False}], "hope": [{}, {"use_cache": True}, {"use_cache": False}]}
-    # torch computes no gradients of flex_attention on a CPU, and a HOPE has none of it
+    # torch computes no gradients of flex_attention on a CPU; a HOPE with it is in tests/model/test_attention.py
     is_flex = attention == "flex_attention"
     for name in ["llama"] if is_flex else caches:
         model = AutoModelForCausalLM.from_pretrained(saved[name], attn_implementation=attention)
