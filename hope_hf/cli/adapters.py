@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import peft
-from transformers.utils import find_adapter_config_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from .files import read_small
 
@@ -88,6 +88,9 @@ def base_of_adapter(source: str) -> str | None:
     if file is None:
         return None
     content = json.loads(read_small(Path(file)))
+    if any(os.path.isfile(os.path.join(source, name)) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        # transformers adds it to these weights, also if it names another model
+        raise ValueError(f"it holds a model beside an adapter: move the adapter and its {ADAPTER_CONFIG} elsewhere")
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     # megatron_config: PEFT would import the module that the file names.
     if not isinstance(base, str) or content.get("peft_type") not in MERGED_KINDS or content.get("megatron_config"):

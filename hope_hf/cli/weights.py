@@ -40,9 +40,7 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
     try:
         base = base_of_adapter(source)
         if base is not None:
-            if find_file(source, ADAPTER_WEIGHTS) is None:
-                raise _Refused(f"{named} has no {ADAPTER_WEIGHTS}, and only safetensors are read: save it again.")
-            return merged(load_model(base, config, f"{named}: its model {base}", **options), source)
+            return with_adapter(load_model(base, config, f"{named}: its model {base}", **options), source, named)
         files = weight_files(source, getattr(config, "transformers_weights", None), named)
         with _quietly():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -56,6 +54,13 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
     _check_shapes(report, named)
     _check_types(model, files, report, named)
     return model
+
+
+def with_adapter(model: PreTrainedModel, source: str, named: str) -> PreTrainedModel:
+    """A model, on the CPU, with the adapter of a folder or Hub name merged into it; ValueError if it cannot be."""
+    if find_file(source, ADAPTER_WEIGHTS) is None:
+        raise _Refused(f"{named} has no {ADAPTER_WEIGHTS}, and only safetensors are read: save it again.")
+    return merged(model, source)
 
 
 class _Refused(ValueError):

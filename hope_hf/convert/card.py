@@ -23,6 +23,7 @@ def model_card(
     )
     whence = f"[{source.name}](https://huggingface.co/{source.name})" if source.is_public else f"`{source.name}`"
     of_file = f" (its file `{source.gguf.name}`)" if source.gguf else ""
+    of_file += ", with an adapter merged into it" if source.merged is not None else ""
     memories = [layer for layer, kind in enumerate(config.layer_types) if kind == "hope_memory"]
     periods = ", ".join(f"{period:,}" for period in config.level_periods)
     rows = {

@@ -36,7 +36,12 @@ class Converted:
 
 
 def convert_folder(
-    place: str, out: Path, changes: Changes, gguf_file: str | None = None, license: str | None = None
+    place: str,
+    out: Path,
+    changes: Changes,
+    gguf_file: str | None = None,
+    license: str | None = None,
+    adapter: str | None = None,
 ) -> Converted:
     """Convert a model to a HOPE, and check that it is exact.
 
@@ -46,6 +51,7 @@ def convert_folder(
         changes: what the HOPE has otherwise.
         gguf_file: a GGUF file in `place`, to convert instead of safetensors.
         license: the Hub's name of the weights' licence; None: the source's.
+        adapter: folder or Hub name of an adapter of the model, which is merged into it.
 
     Raises:
         ValueError: a mistake in the arguments, a model that HOPE cannot express, or a file that cannot be read or
@@ -54,7 +60,7 @@ def convert_folder(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--output_dir {out} exists and is not an empty folder: name a new one.")
-    source = open_source(place, gguf_file)
+    source = open_source(place, gguf_file, adapter)
     config = hope_config(source.config, source.named, changes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ def make_parser() -> Parser:
     add("model", metavar="MODEL", nargs="?", default=SUPPRESS, help="folder or Hub name of the model")
     add("--from", dest="source", metavar="MODEL", help="the same")
     add("--gguf_file", metavar="FILE", help="a GGUF file in it, instead of its safetensors")
+    add("--adapter", metavar="DIR", help="folder or Hub name of a PEFT adapter of it, which is merged into it")
     add("--output_dir", metavar="DIR", required=True, help="a new folder for the HOPE")
     add("--levels", metavar="N,N", help="cut each MLP into parallel levels with these periods, in tokens")
     add("--memory_layers", metavar="N,N", help="replace attention in these layers by memories, to be trained")
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
         options = make_parser().parse_args(argv)
         place = _model(getattr(options, "model", None), options.source)
         check_output(options.output_dir, "--output_dir")
+        if options.adapter is not None and options.gguf_file is not None:
+            raise ValueError("--adapter is for a model in safetensors: leave --gguf_file out, or merge it beforehand.")
         if options.attention_sinks is not None and options.sliding_window is None:
             raise ValueError("--attention_sinks needs a window: add --sliding_window N or leave it out.")
         changes = Changes(
@@ -74,7 +77,7 @@ def main(argv: list[str]) -> int:
         set_up_cpu(None)
         keep_no_freed_memory()
         out = Path(options.output_dir)
-        made = convert_folder(place, out, changes, options.gguf_file, options.license)
+        made = convert_folder(place, out, changes, options.gguf_file, options.license, options.adapter)
     except CheckFailed as error:
         return complain(f"{str(error).rstrip('.')}; nothing was written.", 1)
     dtype, found = str(made.dtype).removeprefix("torch."), made.agreement

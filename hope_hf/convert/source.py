@@ -3,13 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import is_gguf_available
 
+from hope_hf.cli.adapters import ADAPTER_CONFIG, base_of_adapter
 from hope_hf.cli.flags import ModelArguments, is_hub_name
-from hope_hf.cli.models import card_metadata, load_config
+from hope_hf.cli.models import card_metadata, load_config, place_of_tokenizer
 from hope_hf.cli.process import MISTAKES, one_line
-from hope_hf.cli.weights import find_file, weight_files
+from hope_hf.cli.weights import find_file, load_model, weight_files, with_adapter
 
 from .gguf_file import GgufFile
 
@@ -24,6 +31,7 @@ class Source:
         is_public: whether `name` is one on the Hub.
         place: its folder or name on the Hub.
         gguf: the GGUF file in it, if that is converted.
+        merged: the model with the adapters that were added to it, if there are any.
         license: the Hub's name of its licence, if its card or file has one.
     """
 
@@ -32,6 +40,7 @@ class Source:
     is_public: bool
     place: str
     gguf: GgufFile | None
+    merged: PreTrainedModel | None
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
     license: str | None
@@ -40,6 +49,8 @@ class Source:
     def peer(self) -> str:
         """With what a conversion is compared, in words."""
         model = f"transformers' {self.config.model_type}"
+        if self.merged is not None:
+            return f"{model} with the source's own config and weights, and the adapter merged into them"
         if self.gguf is None:
             return f"{model} with the source's own config and weights"
         return (
@@ -48,19 +59,27 @@ class Source:
         )
 
     def read(self, folder: Path) -> tuple[list[Path], GenerationConfig | None]:
-        """The files of its weights, and its settings of generation; the weights of a GGUF are written to `folder`."""
+        """The files of its weights, and its settings of generation; others than its own are written to `folder`."""
+        if self.merged is not None:
+            # several GB are as many files, as the conversion holds one
+            self.merged.save_pretrained(folder, max_shard_size="2GB")
+            return weight_files(str(folder), None, self.named), self.merged.generation_config
         if self.gguf is None:
             return weight_files(self.place, None, self.named), _generation(self.place)
         special = {name: getattr(self.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return self.gguf.write(folder), GenerationConfig(**special)
 
 
-def open_source(place: str, gguf_file: str | None) -> Source:
-    """The model of `--from` and `--gguf_file`. ValueError that names the flag if it cannot be opened."""
+def open_source(place: str, gguf_file: str | None, adapter: str | None = None) -> Source:
+    """The model of `--from`, `--gguf_file` and `--adapter`. ValueError that names the flag if it cannot be opened."""
+    merged = None
     if gguf_file is None:
         named, gguf = f"--from {place}", None
         config = load_config(place, "from", ModelArguments())
-        tokenizer = _tokenizer(place)
+        tokenizer = _tokenizer(place_of_tokenizer(place))
+        if adapter is not None or base_of_adapter(place) is not None:
+            merged = _merged(place, config, named, adapter)
+            config = merged.config
     else:
         named = f"--gguf_file {gguf_file}"
         gguf = _open_gguf(place, gguf_file, named)
@@ -70,7 +89,21 @@ def open_source(place: str, gguf_file: str | None) -> Source:
     licence = gguf.license if gguf else None
     if licence is None and (page := find_file(place, "README.md")):
         licence = card_metadata(page).license
-    return Source(named, name, is_public, place, gguf, config, tokenizer, licence)
+    return Source(named, name, is_public, place, gguf, merged, config, tokenizer, licence)
+
+
+def _merged(place: str, config: PreTrainedConfig, named: str, adapter: str | None) -> PreTrainedModel:
+    """The model with its own adapter and that of `--adapter`, in the dtype of its weights."""
+    model = load_model(place, config, named, dtype="auto")
+    if adapter is None:
+        return model
+    of_flag = f"--adapter {adapter}"
+    try:
+        if base_of_adapter(adapter) is None:
+            raise ValueError(f"it holds no {ADAPTER_CONFIG}")
+        return with_adapter(model, adapter, of_flag)
+    except MISTAKES as error:
+        raise ValueError(f"{of_flag} cannot be added to {named}: {one_line(error).rstrip('.')}.") from error
 
 
 def _open_gguf(place: str, gguf_file: str, named: str) -> GgufFile:

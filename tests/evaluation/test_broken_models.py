@@ -156,6 +156,9 @@ def test_only_safetensors_are_read(broken, refused):
 def test_an_adapter_that_cannot_be_merged(broken, refused, folders, monkeypatch):
     folder = broken()
     content = {"base_model_name_or_path": folders["llama"], "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    assert "holds a model beside an adapter" in refused(folder)
+    (folder / WEIGHTS).unlink()
     for wrong in ({"peft_type": "XLORA"}, {"base_model_name_or_path": None}, {"megatron_config": {"a": 1}}):
         (folder / "adapter_config.json").write_text(json.dumps(content | wrong))
         assert f"--model_name_or_path {folder} cannot be loaded: it is a PEFT adapter that" in refused(folder)
