@@ -188,4 +188,4 @@ def set_scheduler(scheduler: LRScheduler, saved: dict, step: int, same: bool) ->
     for found in (saved["_last_lr"], [group["lr"] for group in groups]):
         if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, rates, strict=True)):
             raise ValueError(f"learning rates {found}, this run has {rates}")
-    scheduler.load_state_dict({name: saved.get(name, value) for name, value in own.items()})
+    scheduler.load_state_dict(own | {"last_epoch": step, "_step_count": step + 1, "_last_lr": saved["_last_lr"]})

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import huggingface_hub
 import torch
@@ -12,7 +13,7 @@ import hope_hf
 from hope_hf.cli.adapters import add_lora, require_peft_for_training
 from hope_hf.cli.flags import LARGEST_VOCABULARY
 from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
-from hope_hf.cli.process import one_line, warn_once
+from hope_hf.cli.process import MISTAKES, warn_once
 from hope_hf.data import (
     DEFAULT_VOCAB_SIZE,
     Data,
@@ -27,10 +28,9 @@ from hope_hf.step.defaults import VOCAB_SIZE, default_lines
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
-from .checkpoints.manifest import FIX
 from .checkpoints.reader import SavedRun
+from .checkpoints.state_files import not_of_a_run, read_json
 from .engines.base import Engine
-from .engines.guard import OneSidedError
 from .engines.placement import device_name
 from .initial import (
     DrawnValues,
@@ -115,7 +115,7 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     config = pretrained or _new_config(args, data.tokenizer, vocab_size or len(data.tokenizer))
     if saved and not pretrained:
         # a preset or a default may have changed since
-        config = type(config).from_pretrained(saved.path)
+        config = _saved_config(saved.path / "config.json", type(config))
     model, values = _model(args, config, engine, saved is not None)
     if args.train_only == "memories":
         _freeze_all_but_memories(model)
@@ -146,6 +146,16 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     return Run(data, model, optimizer, plan, values, changes)
 
 
+def _saved_config(file: Path, kind: type):
+    """The config of a checkpoint's model, of this class; ValueError that names the file if it is none."""
+    if read_json(file, dict).get("model_type") != kind.model_type:
+        raise not_of_a_run(file, f"its model_type is not {kind.model_type}")
+    try:
+        return kind.from_pretrained(file.parent)
+    except MISTAKES as error:
+        raise not_of_a_run(file, error) from None
+
+
 def _total_steps(args: Arguments, data: Data, rows_per_step: int, saved: SavedRun | None) -> int:
     if args.max_train_steps is not None:
         return args.max_train_steps
@@ -166,6 +176,7 @@ def _schedule(
         schedule = schedule_of(args, total_steps)
     else:
         trainer, rates = saved.state["trainer"], saved.state["scheduler"]
+        file = "trainer.json"
         try:
             if "schedule" in trainer:
                 old = saved_schedule(trainer["schedule"])
@@ -174,11 +185,14 @@ def _schedule(
                 flags = {name: value for name, value in trainer["identity"].items() if name in FLAGS}
                 before = replace(args, **flags)
                 old = schedule_of(before, _total_steps(before, data, rows_per_step, None))
+            # Its settings may be of another kind's.
+            old.fractions(peak)(saved.step)
+            file = "scheduler.json"
             rate, old_peak = float(rates["_last_lr"][0]), float(rates["base_lrs"][0])
             if not (0 <= rate < math.inf and 0 < old_peak < math.inf):
                 raise ValueError(f"learning rates {rate} of {old_peak}")
-        except (LookupError, TypeError, ValueError) as error:
-            raise OneSidedError(f"{saved.path} holds no schedule of a run ({one_line(error)}): {FIX}.") from None
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise not_of_a_run(saved.path / file, error) from None
         schedule = continued(args, total_steps, peak, old, saved.step, rate)
         if schedule != old:
             changes.append(describe_change(old, schedule, peak, saved.step, rate, total_steps))

@@ -8,13 +8,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from hope_hf import HopeCache, HopeConfig
-from hope_hf.cli.process import one_line
 
-from .checkpoints.manifest import FIX
 from .checkpoints.reader import SavedRun
-from .checkpoints.state_files import restore_rng, rng_state
+from .checkpoints.state_files import not_of_a_run, restore_rng, rng_state
 from .engines.base import Update
-from .engines.guard import OneSidedError
 from .engines.loss_scaling import LossScaling
 from .schedule import Schedule, set_scheduler
 
@@ -148,15 +145,16 @@ class TrainState:
                 self.scaling.load(trainer["loss_scaling"])
             file = "scheduler.json"
             set_scheduler(self.scheduler, scheduler, saved.step, same_rates)
-            file = "rank_<r>"
+            file = f"rank_{saved.rank}.json"
             self.data = own["data"]
             if not all(tensor.isfinite().all() for tensor in own["carried"].values()):
                 raise ValueError("memories that are not finite")
             self.carry.load(own["carried"], device)
             if own["rng"] is not None:
                 restore_rng(own["rng"])
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise OneSidedError(f"{saved.path / file} is no state of this run ({one_line(error)}): {FIX}.") from None
+        # RuntimeError: torch's generator has another size.
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise not_of_a_run(saved.path / file, error) from None
 
 
 def _progress(values: dict, step: int) -> Progress:

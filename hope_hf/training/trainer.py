@@ -162,7 +162,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
         )
     changed = []
     if saved:
-        theirs = saved.state["trainer"]["identity"]
+        theirs = saved.identity
         require_same_run(saved.path, identity, theirs, changeable)
         changed = differences(identity, theirs)
     run = build_all(args, engine, saved, finished=record is None or record["complete"])

@@ -32,7 +32,7 @@ CONFIG = dict(
 
 MARK = "0123456789ab"
 """The run's random id."""
-DATA = {"epoch": 1, "positions": [3, 5]}
+DATA = {"rows": 8, "positions": [3, 5]}
 
 
 class Run:

@@ -192,9 +192,7 @@ def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
     return files
 
 
-def publish(
-    folder: Path, step: int, facts: dict, files: dict[str, dict], mark: str, name: str | None = None
-) -> Path:
+def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], mark: str, name: str | None = None) -> Path:
     """Seal a written folder with its manifest and give it its final name.
 
     Args:

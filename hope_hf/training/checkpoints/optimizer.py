@@ -9,7 +9,7 @@ can read these files. (torch's own distributed checkpoints cannot hold ZeRO's sl
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hope_hf.cli.files import copy_rights
-from hope_hf.cli.process import one_line
-from hope_hf.optim import recounted, require_same_groups
+from hope_hf.optim import STRUCTURE, recounted, require_same_groups
 
-from ..engines.base import Engine, Slice
+from ..engines.base import Engine, Slice, dtype_name
 from ..engines.guard import OneSidedError
 from .manifest import FIX, Manifest
+from .state_files import not_of_a_run, read_json
 from .weights import StoredSlice, read_slices, writable
 
 SECOND_MOMENT = "exp_avg_sq"
@@ -78,31 +78,30 @@ def load_optimizer(manifest: Manifest, engine: Engine, same_settings: bool = Tru
     Raises ValueError if the state has other levels, rules, periods, parameters or settings, or values that no step
     leaves.
     """
-    file = manifest.folder / "optimizer.json"
+    file = manifest.path("optimizer.json")
+    saved = read_json(file, list)
     try:
-        saved = json.loads(manifest.path(file.name).read_text(encoding="utf-8"))
         groups = _groups(engine)
+        _require_groups(saved, groups, file, STRUCTURE if same_settings else ("level", "optimizer"))
         if same_settings:
-            require_same_groups(saved, groups)
             _require_same_settings(saved, engine, file)
-        else:
-            require_same_groups(saved, groups, ("level", "optimizer"))
         before, now = _periods(saved), _periods(groups)
         # The schedule, which is loaded next, compares them with its own.
         rates = [group["lr"] for group in saved]
         with ExitStack() as opened:
             files = _Files(manifest, opened)
+            keys = set()
             for held, scalars in engine.optimizer_slices():
+                keys |= held.tensors.keys()
                 (name,) = held.names
                 if before[name] == now[name]:
                     files.read_into(held, scalars)
                 else:
                     _read_other_period(files, held, scalars, before[name], now[name])
+            files.require_only(keys)
     # Errors of names, types and shapes that this program does not write.
-    except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError, json.JSONDecodeError) as error:
-        raise OneSidedError(
-            f"{manifest.folder} holds no optimizer state of this run ({one_line(error)}): {FIX}."
-        ) from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise not_of_a_run(file, error) from None
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
@@ -123,6 +122,13 @@ def _read_other_period(files: "_Files", held: Slice, scalars: dict[str, Tensor],
     calls = recounted(int(tick), before, now)
     sums.mul_(calls / int(tick))
     tick.fill_(calls)
+
+
+def _require_groups(saved: list, groups: list[dict], file: Path, keys: tuple[str, ...]) -> None:
+    try:
+        require_same_groups(saved, groups, keys)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _periods(groups: list[dict]) -> dict[str, int]:
@@ -156,33 +162,68 @@ class _Files:
         self._slices: dict[str, list[StoredSlice]] = {}
         self._scalars: dict[str, dict] = {}
         self._names: dict[str, list[str]] = {}
+        self._keys: dict[str, Path] = {}
         self._folder = manifest.folder
         for index in sorted(name for name in manifest.files if fnmatch(name, "optimizer_rank_*.json")):
-            entries = json.loads((self._folder / index).read_text(encoding="utf-8"))
+            entries = read_json(self._folder / index, dict)
             if not entries:
                 continue
             path = manifest.path(index.replace(".json", ".safetensors"))
-            file = opened.enter_context(safe_open(path, framework="pt"))
+            try:
+                file = opened.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise not_of_a_run(path, error) from None
             for name, entry in entries.items():
-                self._slices.setdefault(name, []).append(StoredSlice(entry["start"], file))
-                self._scalars.setdefault(name, entry["scalars"])
+                try:
+                    self._slices.setdefault(name, []).append(StoredSlice(entry["start"], file))
+                    self._scalars.setdefault(name, entry["scalars"])
+                except (LookupError, TypeError) as error:
+                    raise not_of_a_run(self._folder / index, error) from None
                 self._names.setdefault(name, []).append(index.replace(".json", ".*"))
+            self._check(path, file, entries)
+
+    def _check(self, path: Path, file: safe_open, entries: dict[str, dict]) -> None:
+        """ValueError unless every tensor belongs to an entry and has its length."""
+        for stored in file.keys():
+            parameter, _, key = stored.rpartition(":")
+            shape = file.get_slice(stored).get_shape()
+            if parameter not in entries or shape != [entries[parameter].get("numel")]:
+                raise not_of_a_run(path, f"it has a tensor {stored} of shape {shape}")
+            self._keys[key] = path
+
+    def require_only(self, keys: Collection[str]) -> None:
+        """ValueError for a tensor that this run's optimizer does not have."""
+        for key, path in self._keys.items():
+            # Of a level whose period has changed.
+            if keys and key not in {*keys, "gradient_sum"}:
+                raise not_of_a_run(path, f"it has tensors {key}")
 
     def read_into(self, held: Slice, scalars: dict[str, Tensor]) -> None:
         """Fill the tensors and the scalars of a process's slice of a parameter."""
         (parameter,) = held.names
+        if parameter not in self._slices:
+            raise not_of_a_run(self._folder / "optimizer_rank_<r>.json", f"none of them has {parameter}")
         for key, scalar in scalars.items():
-            value = self._scalars[parameter][key]
+            value = self._scalars[parameter].get(key)
             if type(value) not in (int, float) or not 0 <= value < 2**53:
                 raise self._impossible(parameter, key)
             scalar.fill_(value)
         for key, tensor in held.tensors.items():
-            read_slices(tensor, held.start, f"{parameter}:{key}", self._slices[parameter])
+            name, stored = f"{parameter}:{key}", self._slices[parameter]
+            try:
+                if any(own.file.get_slice(name)[:0].dtype != tensor.dtype for own in stored):
+                    raise TypeError(f"{name} is not of {dtype_name(tensor.dtype)}")
+                read_slices(tensor, held.start, name, stored)
+            except (LookupError, SafetensorError, TypeError) as error:
+                raise not_of_a_run(self._file_of(parameter), error) from None
             # The squares of all gradients were finite, so those of their means must be finite, too.
             squares = tensor if key == SECOND_MOMENT else tensor.float().square()
             if not squares.isfinite().all() or bool((squares < 0).any()):
                 raise self._impossible(parameter, key)
 
     def _impossible(self, parameter: str, key: str) -> OneSidedError:
-        files = ", ".join(str(self._folder / name) for name in self._names[parameter])
-        return OneSidedError(f"{files} holds a {key} of {parameter} that no step has left: {FIX}.")
+        return OneSidedError(f"{self._file_of(parameter)} holds a {key} of {parameter} that no step has left: {FIX}.")
+
+    def _file_of(self, parameter: str) -> Path:
+        """The files of one process, or of all that hold a part of the parameter."""
+        return self._folder / ", ".join(self._names[parameter])

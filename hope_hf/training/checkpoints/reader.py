@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import PartialState
+from torch import Tensor
 
 from .manifest import FORMAT, MANIFEST, Manifest, latest_checkpoint, verify
 from .run_folder import on_first_process
-from .state_files import SHARED_STATE, load_state
+from .state_files import SHARED_STATE, load_state, not_of_a_run
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,20 @@ class SavedRun:
         manifest: the checkpoint's manifest.
         state: the states by file, as given to `CheckpointWriter.save`; "rank" is this process's own, with None for the
             random generators if another number of processes wrote the checkpoint.
+        rank: of the process whose state "rank" is.
     """
 
     manifest: Manifest
     state: dict[str, dict]
+    rank: int = 0
+
+    @property
+    def identity(self) -> dict:
+        """The flags and data of the run that wrote it; ValueError if it holds none."""
+        found = self.state["trainer"].get("identity")
+        if not isinstance(found, dict):
+            raise not_of_a_run(self.path / "trainer.json", "it holds no flags")
+        return found
 
     @property
     def path(self) -> Path:
@@ -80,7 +91,9 @@ def find_checkpoint(
         )
     same_world = facts["num_processes"] == process.num_processes
     # State that all processes share (such as the number of rows read) is in any file; the data loader checks it.
-    own = load_state(manifest, f"rank_{process.process_index if same_world else 0}")
+    rank = process.process_index if same_world else 0
+    own = load_state(manifest, f"rank_{rank}")
+    _require_own(own, path / f"rank_{rank}.json")
     if own["carried"] and not same_world:
         raise ValueError(
             f"{path} carries the memories of {facts['num_processes']} processes and this run has "
@@ -89,7 +102,20 @@ def find_checkpoint(
     if not same_world:
         own["rng"] = None
     shared = {name: load_state(manifest, name) for name in SHARED_STATE}
-    return SavedRun(manifest, {**shared, "rank": own})
+    return SavedRun(manifest, {**shared, "rank": own}, rank)
+
+
+def _require_own(own: dict, file: Path) -> None:
+    """ValueError that names the file unless it holds the parts of a process's state."""
+    carried, data = own.get("carried"), own.get("data")
+    if not isinstance(carried, dict) or not all(isinstance(value, Tensor) for value in carried.values()):
+        raise not_of_a_run(file, "carried is no dict of tensors")
+    if not isinstance(own.get("rng"), dict):
+        raise not_of_a_run(file, "rng is no dict")
+    # Of a stream, its own places.
+    rows = data.get("rows", 0 if "packers" in data else None) if isinstance(data, dict) else None
+    if type(rows) is not int or not 0 <= rows < 2**53:
+        raise not_of_a_run(file, "data is no place in a text")
 
 
 def other_run(output_dir: str | Path, resume_from_checkpoint: str | None) -> str | None:

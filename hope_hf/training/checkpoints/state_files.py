@@ -6,13 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hope_hf.cli.files import copy_rights
+from hope_hf.cli.files import copy_rights, read_small
+from hope_hf.cli.process import one_line
 
-from .manifest import Manifest
+from ..engines.guard import OneSidedError
+from .manifest import FIX, Manifest
 
+LARGEST_STATE = 1 << 30
+"""Bytes of the largest JSON file: every parameter has a line, and streams keep the documents that they shuffle."""
 SHARED_STATE = ("scheduler", "trainer")
 """State that all processes share, written by the first; each also writes "rank_<r>"."""
 
@@ -32,11 +37,39 @@ def save_state(stem: Path, state: object) -> None:
         copy_rights(written, written.with_suffix(".safetensors"))
 
 
-def load_state(manifest: Manifest, name: str) -> object:
-    """What `save_state` wrote under this name into a checkpoint; tensors on the CPU."""
-    structure = json.loads(manifest.path(f"{name}.json").read_text(encoding="utf-8"))
-    tensors = f"{name}.safetensors"
-    return _unpack(structure, load_file(manifest.path(tensors)) if tensors in manifest.files else {})
+def load_state(manifest: Manifest, name: str) -> dict:
+    """What `save_state` wrote under this name into a checkpoint; tensors on the CPU.
+
+    Raises ValueError that names the file if it is no dict of `save_state`.
+    """
+    file, stored = manifest.path(f"{name}.json"), f"{name}.safetensors"
+    structure = read_json(file, dict)
+    try:
+        tensors = load_file(manifest.path(stored)) if stored in manifest.files else {}
+    except SafetensorError as error:
+        raise not_of_a_run(file.with_name(stored), error) from None
+    try:
+        return _unpack(structure, tensors)
+    except (LookupError, TypeError, ValueError) as error:
+        raise not_of_a_run(file, error) from None
+
+
+def read_json(file: Path, kind: type) -> dict | list:
+    """The content of a checkpoint's JSON file; ValueError that names the file if it is none, or not of this `kind`."""
+    try:
+        content = json.loads(read_small(file, LARGEST_STATE))
+        if not isinstance(content, kind):
+            raise ValueError(f"it holds no {kind.__name__}")
+    # RecursionError: thousands of nested brackets.
+    except (OSError, ValueError, RecursionError) as error:
+        raise not_of_a_run(file, error) from None
+    return content
+
+
+def not_of_a_run(file: Path, error: Exception | str) -> OneSidedError:
+    """The error for a checkpoint's file that holds what no run writes; each process has files of its own."""
+    reason = error if isinstance(error, str) else one_line(error)
+    return OneSidedError(f"{file} is no state of this run ({reason}): {FIX}.")
 
 
 def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[int]) -> object:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
@@ -209,7 +209,10 @@ class WholeWeights(StoredWeights):
 
     def __enter__(self):
         for path in self._paths:
-            file = self._open.enter_context(safe_open(path, framework="pt"))
+            try:
+                file = self._open.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is no whole safetensors file ({error}): copy it again, or {FIX}.") from None
             self._files |= dict.fromkeys(file.keys(), file)
         for name, stored in (self._names or {name: name for name in self._files}).items():
             values = self._files[stored].get_slice(stored)

@@ -32,7 +32,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
     saved = resumed.restore(tmp_path)
     assert (saved.step, saved.path) == (6, tmp_path / "checkpoint-6")
     assert saved.state["trainer"] == {"step": 6, "loss_sum": 0.1 + 0.2, "best": None}
-    assert saved.state["rank"]["data"] == {"epoch": 1, "positions": [3, 5]}
+    assert saved.state["rank"]["data"] == {"rows": 8, "positions": [3, 5]}
     assert saved.state["rank"]["carried"] == {}
     assert resumed.train(6) == expected
     for (name, a), (_, b) in zip(run.model.named_parameters(), resumed.model.named_parameters(), strict=True):
@@ -162,16 +162,16 @@ def scalar(name: str, value: object):
         ("optimizer.json", group(betas=[1.5, 0.95]), "optimizer.json has betas [1.5, 0.95] and this run [0.9, 0.95]"),
         ("optimizer.json", group(initial_lr=1e30), "optimizer.json has initial_lr 1e+30 and this run 0.01"),
         ("optimizer.json", group(eps="a"), "optimizer.json has eps a and this run 1e-08"),
-        ("optimizer.json", lambda groups: groups[0].pop("lr"), "no optimizer state of this run ('lr' is missing)"),
+        ("optimizer.json", lambda groups: groups[0].pop("lr"), "no state of this run ('lr' is missing)"),
         ("optimizer_rank_0.safetensors", tensors("exp_avg", float("nan")), "optimizer_rank_0.* holds a exp_avg of"),
         ("optimizer_rank_0.safetensors", tensors("exp_avg", 1e38), "optimizer_rank_0.* holds a exp_avg of"),
         ("optimizer_rank_0.safetensors", tensors("exp_avg_sq", -1.0), "optimizer_rank_0.* holds a exp_avg_sq of"),
         ("optimizer_rank_0.safetensors", tensors("momentum_buffer", 1e38), "optimizer_rank_0.* holds a momentum_"),
-        ("optimizer_rank_0.safetensors", dict.popitem, "no optimizer state of this run"),
+        ("optimizer_rank_0.safetensors", dict.popitem, "no state of this run"),
         ("optimizer_rank_0.json", scalar("step", -1), "optimizer_rank_0.* holds a step of"),
         ("optimizer_rank_0.json", scalar("step", float("nan")), "optimizer_rank_0.* holds a step of"),
         ("optimizer_rank_0.json", scalar("step", "a"), "optimizer_rank_0.* holds a step of"),
-        ("optimizer_rank_0.json", dict.popitem, "no optimizer state of this run"),
+        ("optimizer_rank_0.json", dict.popitem, "no state of this run"),
     ],
 )
 def test_an_optimizer_that_no_step_has_left_is_refused(output_dir, name, change, said):
