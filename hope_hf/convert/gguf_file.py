@@ -239,14 +239,19 @@ class GgufFile:
 
     def _check_tensors(self) -> None:
         with torch.device("meta"):
-            expected = set(AutoModelForCausalLM.from_config(self.config).state_dict())
+            model = AutoModelForCausalLM.from_config(self.config)
+        expected = {name: list(weight.shape) for name, weight in model.state_dict().items()}
         if self.config.tie_word_embeddings:
-            expected.discard("lm_head.weight")
+            del expected["lm_head.weight"]
         theirs = {self._their_name(name): name for name in self._tensors if name != FACTORS}
         for name, tensor in theirs.items():
             if name not in expected:
                 raise ValueError(f"{self._named} has the tensor {tensor}, which HOPE cannot express.")
-        for name in sorted(expected - theirs.keys()):
+            # the file has the rows last
+            shape = [int(size) for size in reversed(self._tensors[tensor].shape)]
+            if shape != expected[name]:
+                raise ValueError(f"{self._named} has a {tensor} of {shape}, and its fields give {expected[name]}.")
+        for name in sorted(expected.keys() - theirs.keys()):
             raise ValueError(f"{self._named} has no tensor for {name} of transformers: it is not a whole model.")
 
     def _their_name(self, tensor: str) -> str:

@@ -110,6 +110,8 @@ class Vocabulary:
             unknown.append("tokenizer.ggml.model")
         elif not self._is_pieces and self._pre not in RULES:
             unknown.append("tokenizer.ggml.pre")
+        elif not self._is_pieces and self._get("add_space_prefix", False):
+            unknown.append("tokenizer.ggml.add_space_prefix")
         instead = "put the original's tokenizer.json and tokenizer_config.json into the folder of the file."
         if unknown:
             value = self._metadata.get(unknown[0])

@@ -165,10 +165,12 @@ REFUSED = {
     "blk.1.attn_q_norm.weight": dict(tensors={"blk.1.attn_q_norm.weight": np.ones(8, dtype=np.float32)}),
     "blk.0.attn_output.scale": dict(tensors={"blk.0.attn_output.scale": np.ones(1, dtype=np.float32)}),
     "self_attn.k_proj.bias": dict(tensors={"blk.0.attn_q.bias": np.ones(32, dtype=np.float32)}),
+    "blk.0.attn_k.weight": dict(tensors={"blk.0.attn_k.weight": np.ones((24, 32), dtype=np.float32)}),
     "split.count": dict(others={"split.count": 2}),
     "tokenizer.ggml.tokens": dict(others={"tokenizer.ggml.tokens": [f"t{index}" for index in range(65)],
                                           "tokenizer.ggml.token_type": [1] * 65, "tokenizer.ggml.merges": []}),
     "tokenizer.ggml.pre": dict(others={"tokenizer.ggml.pre": "of-tomorrow"}),
+    "tokenizer.ggml.add_space_prefix": dict(others={"tokenizer.ggml.add_space_prefix": True}),
     "tokenizer.ggml.remove_extra_whitespaces": dict(others={"tokenizer.ggml.remove_extra_whitespaces": True}),
 }  # fmt: skip
 
