@@ -570,6 +570,9 @@ def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
     projection = model.model.layers[2].continuum.levels[0].down_proj
     weight, projection.weight = projection.weight, torch.nn.Parameter(projection.weight.detach().flatten())
     refused(r"down_proj of block 2 is stored as \[1280\] torch.float64, so its level cannot learn")
+    # as bitsandbytes holds four bits
+    projection.weight = torch.nn.Parameter(torch.zeros(640, 1, dtype=torch.uint8), requires_grad=False)
+    refused(r"down_proj of block 2 is stored as \[640, 1\] torch.uint8, so its level cannot learn")
     projection.weight = weight
     projection.to("meta")
     refused("down_proj of block 2 is offloaded")
