@@ -142,7 +142,7 @@ def test_transforms_of_torch_func_give_the_gradients(tiny_model, options):
 # PEFT asks transformers for an attribute, and gives a cache, by the older name.
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_what_a_recurrent_state_cannot_do_is_refused(tiny_model):
     from peft import PrefixTuningConfig, get_peft_model
 
