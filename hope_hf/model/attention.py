@@ -5,31 +5,10 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from .cache_hope import KeyValues
 from .layers import HopeRMSNorm, Mixer
-
-
-class HopeRotaryEmbedding(LlamaRotaryEmbedding):
-    """Rotary positions whose frequencies stay as exact as they were made.
-
-    `model.to(torch.bfloat16)`, and DeepSpeed, round every buffer, `from_pretrained(dtype=torch.bfloat16)` does not.
-    """
-
-    def _apply(self, fn, recurse=True):
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, frequencies in exact.items():
-            moved = self._buffers[name]
-            if moved.dtype != frequencies.dtype:
-                self._buffers[name] = frequencies.to(moved.device)
-        return self
 
 
 class HopeAttention(Mixer, LlamaAttention):

@@ -22,7 +22,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import HopeAttention, HopeRotaryEmbedding
+from .attention import HopeAttention
 from .cache_hope import CACHE_NAME, HopeCache, carried_layers, takes_cache
 from .chunks import plan_chunks, plan_slots
 from .configuration_hope import HopeConfig

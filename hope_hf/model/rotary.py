@@ -43,7 +43,20 @@ def check_reach(config: PreTrainedConfig, position_ids: torch.Tensor, columns: i
 
 
 class HopeRotaryEmbedding(LlamaRotaryEmbedding):
-    """Cosines and sines [B, T, head_dim] of positions [B, T], in the dtype of `x`."""
+    """Cosines and sines [B, T, head_dim] of positions [B, T], in the dtype of `x`.
+
+    `model.to(torch.bfloat16)`, and DeepSpeed, round every buffer, `from_pretrained(dtype=torch.bfloat16)` does not:
+    frequencies stay as exact as they were made.
+    """
+
+    def _apply(self, fn, recurse=True):
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, frequencies in exact.items():
+            moved = self._buffers[name]
+            if moved.dtype != frequencies.dtype:
+                self._buffers[name] = frequencies.to(moved.device)
+        return self
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
