@@ -23,6 +23,7 @@ from .encoding import document_start, plain_ids, tokens_before
 from .files import find_files, load_files, size_of_files
 from .mixture import Corpus, read_mixture
 from .sources import validation_texts
+from .text_facts import difference_of_text
 from .vocabulary import (
     DEFAULT_VOCAB_SIZE,
     bytes_per_id,
@@ -46,6 +47,7 @@ __all__ = [
     "cache_for",
     "check_vocabulary",
     "corpus_documents",
+    "difference_of_text",
     "disable_progress_bars",
     "document_start",
     "filled_chats",

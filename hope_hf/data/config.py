@@ -17,6 +17,8 @@ class DataConfig(TextArguments):
     tokenizer_name: str | None = None
     """Folder or Hub name. Without it a byte-level BPE is trained on the training documents, of `vocab_size` or
     `default_vocab_size` entries; a Hub data set always needs one."""
+    saved_tokenizer: str | None = None
+    """The folder of a checkpoint, whose tokenizer stands for one that would be trained on the documents."""
     trust_remote_code: bool = False
     vocab_size: int | None = None
     """Entries of the model's embedding, if already fixed: the tokenizer must fit."""

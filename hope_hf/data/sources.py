@@ -28,6 +28,7 @@ from .mixture import BUILTIN, Corpus, read_mixture
 from .order import Mixed, Shuffled
 from .packing import Block, CorpusTokens, JoinedBlocks, RandomBlocks, TokenBlocks, TokenStream, stable_seed, tokenize
 from .shards import ShardedStream, open_folder
+from .text_facts import text_facts
 from .vocabulary import DEFAULT_VOCAB_SIZE, check_vocabulary, load_tokenizer, train_tokenizer
 
 _TOKENIZER_BYTES = 32_000_000
@@ -47,6 +48,8 @@ class Opened:
     """What defines the tokens and their order, except block size, boundary and seed."""
     description: str
     """Source and size, for people."""
+    former_identity: tuple | None = None
+    """`identity` as earlier versions computed it, where it differs."""
     count: Callable[[int], Tensor] | None = None
     """`count(size)`: how often each of `size` tokens is in the training text, int64 [size]; None if not counted."""
     is_text: bool = True
@@ -75,19 +78,22 @@ def open_text(config: DataConfig) -> Opened:
         shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
         options = {"shuffle": shuffle, "source": training_source(config)}
         train = partial(StreamLoader, sources.train, encoder, **options)
-        tokens, identity, size, count = None, _stream_identity(config), "streamed", None
+        tokens, identity, size, count = None, _stream_identity(config, tokenizer), "streamed", None
+        former = _former_stream_identity(config), held.digest()
     else:
         stream = tokenize(sources.train, encoder, config.preprocessing_num_workers)
         _require_a_block(config, stream)
         blocks = TokenBlocks(stream, config.block_size)
         train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
         tokens, identity, size, count = len(stream), stream.digest(), _size(stream), stream.count
+        former = None
     return Opened(
         tokenizer=tokenizer,
         train=train,
         train_tokens=tokens,
         validation=TokenBlocks(held, config.block_size, keep_last=True),
         identity=(identity, held.digest()),
+        former_identity=former,
         description=f"{sources.description}: {size}; validation {_size(held)}",
         count=count,
     )
@@ -157,6 +163,8 @@ def choose_tokenizer(config: DataConfig, documents: Dataset | IterableDataset | 
     """The tokenizer of `--tokenizer_name`, or one trained on the documents; it fits the model's vocabulary."""
     if config.tokenizer_name:
         tokenizer = load_tokenizer(config.tokenizer_name, config.trust_remote_code)
+    elif config.saved_tokenizer:
+        tokenizer = load_tokenizer(config.saved_tokenizer)
     elif config.dataset_name:
         raise _needs_tokenizer(f"--dataset_name {config.dataset_name}")
     else:
@@ -183,8 +191,22 @@ def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
             yield row["text"][:_TOKENIZER_BYTES]
 
 
-def _stream_identity(config: DataConfig) -> str:
-    """A stream is not read to the end, so its flags, and the names and sizes of its files, identify it."""
+def _stream_identity(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A stream is not read to the end, so its flags, its tokenizer, and both ends of its files identify it."""
+    names = (
+        "dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size text_column "
+        "assistant_only_loss"
+    )
+    named = [(name, getattr(config, name)) for name in names.split()]
+    facts = text_facts(config, tokenizer)
+    # A folder is what its files are, in their order; a data set of the Hub is its name.
+    what = {flag: [end for *_, end in files] for flag, files in facts.items() if flag != "tokenizer"}
+    hub = None if "--dataset_name" in what else config.dataset_name
+    return repr((named, hub, what, facts["tokenizer"]))
+
+
+def _former_stream_identity(config: DataConfig) -> str:
+    """As versions before 2026-11-28 had it: flags, and the names and sizes of files."""
     names = (
         "dataset_name dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size "
         "tokenizer_name"

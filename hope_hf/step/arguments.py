@@ -253,6 +253,11 @@ class Arguments(
         "demo defaults".split()
     )
 
+    # Flags that name what may be moved or renamed: what is read there decides whether the run is the same.
+    PLACES = frozenset(
+        "train_file validation_file dataset_name dataset_config_name dataset_mixture train_shards "
+        "tokenizer_name".split()
+    )
     # Flags of the run's length: the same command with others continues it.
     LENGTH = frozenset(LENGTH)
     # All that decide the schedule.

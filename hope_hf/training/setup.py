@@ -95,6 +95,8 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
     wanted = data_config(args, accelerator, pretrained, vocab_size)
+    if saved:
+        wanted = replace(wanted, saved_tokenizer=str(saved.path))
     if pretrained:
         set_learning(args, pretrained)
     # Checked first: preparing the data takes minutes, and a misspelled field would be reported only afterwards.
@@ -113,8 +115,8 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
     if pretrained and args.tokenizer_name and accelerator.is_main_process:
         warn_of_other_tokenizer(data.tokenizer, args.model_name_or_path)
     config = pretrained or _new_config(args, data.tokenizer, vocab_size or len(data.tokenizer))
-    if saved and not pretrained:
-        # a preset or a default may have changed since
+    if saved and not args.lora_rank:
+        # a preset, a default, or the model that the run began from may have changed since
         config = _saved_config(saved.path / "config.json", type(config))
     model, values = _model(args, config, engine, saved is not None)
     if args.train_only == "memories":
@@ -128,11 +130,7 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
             f"{saved.path} has done {saved.step} steps and the run now has {total_steps}: raise {args.length_flag} "
             "to continue it, or choose another --output_dir."
         )
-    if args.max_train_steps is None and total_steps < FEW_STEPS:
-        warn_once(
-            f"The run has {total_steps} step(s), since one reads {tokens_per_step:,} tokens and the text is short: "
-            "lower --gradient_accumulation_steps or --per_device_train_batch_size, or raise --num_train_epochs."
-        )
+    _warn_of_few_steps(args, data, tokens_per_step, total_steps)
     check_profiled(args.profile_steps, total_steps)
     optimizer = _optimizer(args, model, tokens_per_step)
     schedule, changes = _schedule(args, data, optimizer, total_steps, rows_per_step, saved)
@@ -154,6 +152,21 @@ def _saved_config(file: Path, kind: type):
         return kind.from_pretrained(file.parent)
     except MISTAKES as error:
         raise not_of_a_run(file, error) from None
+
+
+def _warn_of_few_steps(args: Arguments, data: Data, tokens_per_step: int, total_steps: int) -> None:
+    """Warn of a run of few steps, and of a loaded model, which gets no defaults of a small text, of few an epoch."""
+    few = None
+    if args.max_train_steps is None and total_steps < FEW_STEPS:
+        few = f"The run has {total_steps} step(s)"
+    elif args.model_name_or_path and data.train_tokens and tokens_per_step > data.block_size:
+        of_an_epoch = max(1, data.train_tokens // tokens_per_step)
+        few = f"An epoch has {of_an_epoch} step(s)" if of_an_epoch < FEW_STEPS else None
+    if few:
+        warn_once(
+            f"{few}, since one reads {tokens_per_step:,} tokens and the text is short: lower "
+            "--gradient_accumulation_steps or --per_device_train_batch_size, or raise --num_train_epochs."
+        )
 
 
 def _total_steps(args: Arguments, data: Data, rows_per_step: int, saved: SavedRun | None) -> int:

@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 
 from hope_hf.cli.files import PROCESSES
+from hope_hf.cli.weights import weights_sampled
 from hope_hf.optim import parse_level_optimizers
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.flops import flops_per_token
@@ -20,7 +21,17 @@ from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good
 from .checkpoints.optimizer import load_optimizer
 from .checkpoints.reader import find_checkpoint, other_run
-from .checkpoints.run_folder import RunFolder, changes, differences, is_open, read_record, require_same_run
+from .checkpoints.run_folder import (
+    OPTIONS,
+    TEXT_FILES,
+    WEIGHTS,
+    RunFolder,
+    changes,
+    differences,
+    is_open,
+    read_record,
+    require_same_run,
+)
 from .checkpoints.weights import load_weights
 from .checkpoints.writer import BestModel, CheckpointWriter
 from .engines.base import Engine, Update
@@ -149,12 +160,14 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
     identity = args.identity() | {"rows_per_step": rows, "mixed_precision": accelerator.mixed_precision}
     if args.level_optimizers is not None:
         options = parse_level_optimizers(args.level_optimizers)
-        identity["content of level_optimizers"] = {str(level): asdict(own) for level, own in options.items()}
+        identity[OPTIONS] = {str(level): asdict(own) for level, own in options.items()}
+    if args.model_name_or_path and Path(args.model_name_or_path).is_dir():
+        identity[WEIGHTS] = weights_sampled(args.model_name_or_path)
     changeable = args.changeable()
     record = folder.check(identity, changeable)
     if record and not is_open(record, identity):
         return None
-    saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint, (record or {}).get("begun_from"))
+    saved = find_checkpoint(args.output_dir, args.resume_from_checkpoint, record)
     if saved is None and record and record["complete"]:
         raise ValueError(
             f"--output_dir {args.output_dir} holds a complete run without a checkpoint, which cannot continue: choose "
@@ -165,14 +178,22 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
         theirs = saved.identity
         require_same_run(saved.path, identity, theirs, changeable)
         changed = differences(identity, theirs)
-    run = build_all(args, engine, saved, finished=record is None or record["complete"])
+    was_complete = record is not None and record["complete"]
+    # Its text may be another one at the place where it is now, which its tokens tell.
+    only_moved = was_complete and not differences(identity, record["identity"])
+    run = build_all(args, engine, saved, finished=record is None or (was_complete and not only_moved))
     check_same_on_all(accelerator, {"flags": json.dumps(identity, sort_keys=True), "data": run.data.fingerprint})
     if free is not None:
         require_room(read_room(args, engine, run, saved.step if saved else 0, free))
-    identity |= {"data": run.data.fingerprint}
+    identity |= {"data": run.data.fingerprint, TEXT_FILES: run.data.facts}
+    former = run.data.former_fingerprint
+    if saved and former is not None and theirs.get("data") == former:
+        identity["data"] = former
     plan, values = run.plan, run.values
     if saved:
         require_same_run(saved.path, identity, theirs, changeable)
+        if only_moved:
+            return None
         if values is None:
             load_weights(run.model, saved.manifest)
         else:

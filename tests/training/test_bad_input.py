@@ -119,7 +119,7 @@ def test_folder_whose_run_had_other_data(run, capsys, tmp_path, corpus):
     (tmp_path / "a" / "run.json").write_text(json.dumps(record | {"complete": False}))
     with file.open("a") as handle:
         handle.write('{"text": "one more document"}\n')
-    refuse(run, capsys, "their text or tokenizer has changed", flags=["--max_train_steps", "2"], data=data)
+    refuse(run, capsys, "--train_file: train.jsonl had", flags=["--max_train_steps", "2"], data=data)
 
 
 def test_folder_with_someone_elses_model(run, capsys, tmp_path):

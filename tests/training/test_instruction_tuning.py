@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from hope_hf.cli.weights import load_model
 from hope_hf.data import ChatTemplate, filled_chats
 from hope_hf.evaluation import main as evaluate
 from hope_hf.export.folder import load_source
+from hope_hf.step.arguments import Arguments
 from hope_hf.training.parsing import parse
+from hope_hf.training.setup import _warn_of_few_steps
 
 # PEFT and TRL ask transformers 5.23 for attributes by their older names.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -80,6 +83,16 @@ def test_a_small_file_gets_a_warning_of_its_few_steps(run, tmp_path, chats, recw
     assert run("chat", "--num_train_epochs", "1", model=model, data=chats)[0] == 0
     (told,) = [str(one.message) for one in recwarn if "step(s)" in str(one.message)]
     assert "lower --gradient_accumulation_steps" in told and "raise --num_train_epochs" in told
+
+
+@pytest.mark.parametrize(("rows", "said"), [(16, ["An epoch has 6 step(s), since one reads 16,384 tokens"]), (1, [])])
+def test_a_loaded_model_with_few_steps_an_epoch_gets_a_warning(rows, said, recwarn):
+    """However many steps the run has: 60 KB of chats must not be read in three large steps."""
+    data = SimpleNamespace(block_size=1024, train_tokens=100_000)
+    args = Arguments(model_name_or_path="runs/demo", max_train_steps=120)
+    _warn_of_few_steps(args, data, tokens_per_step=rows * 1024, total_steps=120)
+    told = [str(one.message).partition(" tokens")[0] + " tokens" for one in recwarn]
+    assert told == said
 
 
 @pytest.mark.parametrize("kind", [HOPE, LLAMA], ids=["hope", "llama"])

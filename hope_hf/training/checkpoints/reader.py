@@ -20,7 +20,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from .manifest import FORMAT, MANIFEST, Manifest, latest_checkpoint, verify
-from .run_folder import on_first_process
+from .run_folder import on_first_process, origin_of
 from .state_files import SHARED_STATE, load_state, not_of_a_run
 
 
@@ -59,7 +59,7 @@ class SavedRun:
 
 
 def find_checkpoint(
-    output_dir: str | Path, resume_from_checkpoint: str | None, begun_from: str | None = None
+    output_dir: str | Path, resume_from_checkpoint: str | None, record: dict | None = None
 ) -> SavedRun | None:
     """Choose the checkpoint to continue from, verify every byte of it, and read the state that is needed first.
 
@@ -67,15 +67,15 @@ def find_checkpoint(
         output_dir: the run's folder.
         resume_from_checkpoint: a checkpoint's folder, or a run's for its newest complete one; "latest": the newest
             complete one in `output_dir`; None: the same, if there is one.
-        begun_from: the result of `other_run` when the run in `output_dir` began: once it has checkpoints of its own,
-            its newest one is taken.
+        record: that of the run in `output_dir`. Once it has checkpoints of its own, its newest one is taken, if it
+            began from `resume_from_checkpoint`, which may have been moved since.
 
     Raises:
         ValueError: the named one is not complete, or none is, or it carries memories of another number of processes.
     """
     process = PartialState()
     # One process chooses; the others use its choice, since a shared disk may look different to them.
-    manifest = on_first_process(process, lambda: _choose(Path(output_dir), resume_from_checkpoint, begun_from))
+    manifest = on_first_process(process, lambda: _choose(Path(output_dir), resume_from_checkpoint, record or {}))
     if manifest is None:
         return None
     path, facts = manifest.folder, manifest.facts
@@ -123,15 +123,19 @@ def other_run(output_dir: str | Path, resume_from_checkpoint: str | None) -> str
     if resume_from_checkpoint in (None, "latest"):
         return None
     named = os.path.realpath(resume_from_checkpoint)
-    return None if Path(named).is_relative_to(os.path.realpath(output_dir)) else named
+    # A checkpoint may be on another disk, with a link to it here.
+    own = map(os.path.realpath, (output_dir, *Path(output_dir).glob("checkpoint-*")))
+    return None if any(Path(named).is_relative_to(folder) for folder in own) else named
 
 
-def _choose(output_dir: Path, resume_from_checkpoint: str | None, begun_from: str | None) -> Manifest | None:
+def _choose(output_dir: Path, resume_from_checkpoint: str | None, record: dict) -> Manifest | None:
     if resume_from_checkpoint not in (None, "latest"):
         other = other_run(output_dir, resume_from_checkpoint)
         own = latest_checkpoint(output_dir) if other else None
-        if own is not None and other == begun_from:
-            return own
+        if own is not None and "begun_from" in record:
+            origin = record.get("origin")
+            if other == record["begun_from"] or (origin is not None and origin_of(other) == origin):
+                return own
         if own is not None:
             raise ValueError(
                 f"--output_dir {output_dir} holds a run that did not begin from --resume_from_checkpoint "

@@ -14,11 +14,19 @@ from accelerate.utils import broadcast_object_list
 from hope_hf.cli.files import RUN_FILE, read_small, replace_text, write_errors
 from hope_hf.cli.folder_lock import FolderLock
 from hope_hf.cli.results import command_to_keep, commands_of, provenance
+from hope_hf.data import difference_of_text
 from hope_hf.step.arguments import Arguments
 from hope_hf.step.defaults import Default
 
-from .manifest import remove_leftovers
+from .manifest import MANIFEST, remove_leftovers
 
+# Keys of an identity beside the flags: the weights that the run began from, and the files of its text.
+WEIGHTS, TEXT_FILES = "weights of the model", "text"
+_MODEL = "model_name_or_path"
+# What the file of --level_optimizers holds.
+OPTIONS = "content of level_optimizers"
+# What does not decide whether two runs are the same.
+INFORMATION = Arguments.PLACES | {TEXT_FILES}
 # A folder that holds one of these without a run.json is not a run's.
 OURS = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "metrics.jsonl")
 
@@ -86,7 +94,7 @@ class RunFolder:
                 record["num_processes"] = self._accelerator.num_processes
                 record["defaults"] = {name: default.value for name, default in (defaults or {}).items()}
                 if begun_from is not None:
-                    record["begun_from"] = begun_from
+                    record |= {"begun_from": begun_from, "origin": origin_of(begun_from)}
             elif is_open(record, identity):
                 merged = record["identity"] | json.loads(json.dumps(identity))
                 if merged != record["identity"]:
@@ -132,6 +140,17 @@ class RunFolder:
             replace_text(self.path / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
 
+def origin_of(folder: str | Path) -> str | None:
+    """What identifies a checkpoint, or a run, wherever it lies; None if the folder holds neither."""
+    manifest = Path(folder) / MANIFEST
+    try:
+        if os.path.isfile(manifest):
+            return json.loads(read_small(manifest))["sha256"]
+        return read_record(folder)["run_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def saved_defaults(output_dir: str, resume_from_checkpoint: str | None) -> dict[str, Default] | None:
     """The defaults of the run that is continued: in the folder, or of the checkpoint or run to resume; None if new.
 
@@ -166,16 +185,36 @@ def read_record(folder: str | Path) -> dict:
 
 
 def differences(ours: dict, theirs: dict) -> list[str]:
-    """The keys in which two identities differ; those of one side are ignored. The data last."""
+    """The keys in which two identities differ; those of one side are ignored, and places of files. The data last.
+
+    Of the model that the run begins from, its weights decide and not its place, where both are known. Only a run that
+    trains LoRA still needs them: under the same place they may have changed for the others.
+    """
     ours = json.loads(json.dumps(ours))
-    # If a flag names other data, an error is about that flag.
-    names = sorted(ours.keys() & theirs.keys(), key=lambda name: (name == "data", name))
-    return [name for name in names if ours[name] != theirs[name]]
+    names = (ours.keys() & theirs.keys()) - INFORMATION
+    if ours.get(WEIGHTS) is None or theirs.get(WEIGHTS) is None:
+        names -= {WEIGHTS}
+    elif ours[_MODEL] == theirs[_MODEL] and not ours.get("lora_rank"):
+        names -= {WEIGHTS, _MODEL}
+    else:
+        names -= {_MODEL}
+    if OPTIONS in names:
+        names -= {"level_optimizers"}
+    different = (name for name in names if ours[name] != theirs[name])
+    return sorted(different, key=lambda name: (name == "data", name))
+
+
+def moved(ours: dict, theirs: dict) -> list[str]:
+    """The flags whose files or folders have another place in two identities."""
+    ours = json.loads(json.dumps(ours))
+    places = (ours.keys() & theirs.keys()) & (Arguments.PLACES | {_MODEL})
+    return sorted(name for name in places if ours[name] != theirs[name])
 
 
 def is_open(record: dict, identity: dict) -> bool:
-    """Whether there is work to do for a run of this record and identity."""
-    return not record["complete"] or bool(differences(identity, record["identity"]))
+    """Whether there may be work to do for a run of this record and identity: at another place may be other text."""
+    theirs = record["identity"]
+    return not record["complete"] or bool(differences(identity, theirs)) or bool(moved(identity, theirs))
 
 
 def require_same_run(
@@ -201,9 +240,16 @@ def require_same_run(
         elif name in Arguments.CHANGEABLE and not regrouped:
             change = " or give --resume_from_checkpoint latest to continue it with this change,"
         if name == "data":
+            said = difference_of_text(theirs.get(TEXT_FILES, {}), ours.get(TEXT_FILES, {}))
+            said = said or "the flags name the same data, but their text or tokenizer has changed"
             raise ValueError(
-                f"{place} holds another run: its flags name the same data, but their text or tokenizer has changed; "
-                "put them back to continue it, or choose another folder."
+                f"{place} holds another run: {said}; put it back to continue the run,{change} or choose another "
+                "folder."
+            )
+        if name == WEIGHTS:
+            raise ValueError(
+                f"{place} holds another run: --model_name_or_path {ours[_MODEL]} has other weights than "
+                f"{theirs[_MODEL]} had when it began; name that model,{change} or choose another folder."
             )
         if name == "rows_per_step":
             raise ValueError(
@@ -218,8 +264,11 @@ def require_same_run(
 
 
 def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
-    """A line for each changed key that is no part of the schedule, of a run that goes on after `step`."""
-    return [
+    """A line for each changed place, and for each changed key that is no part of the schedule, after `step`."""
+    places = [
+        f"{name} was {before[name]} and is now {now[name]}, with the same content." for name in moved(now, before)
+    ]
+    return places + [
         f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not bit-equal to "
         "those without the change."
         for name in names

@@ -17,6 +17,7 @@ from hope_hf.cli.parser import Parser
 from hope_hf.cli.program import program
 from hope_hf.cli.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
 
+from ..checkpoints.run_folder import TEXT_FILES, WEIGHTS
 from .model_report import ALL
 from .tracking import METRICS_FILE, curve, read_metrics
 
@@ -198,9 +199,11 @@ def _flags_of(folder: Path) -> dict:
     if not (folder / RUN_FILE).exists():
         return {}
     record = read_object(folder / RUN_FILE, "--output_dir", "draw a run's own folder")
-    # The data's fingerprint differs wherever a flag of the data does.
     identity = record.get("identity")
-    return {name: value for name, value in identity.items() if name != "data"} if isinstance(identity, dict) else {}
+    if not isinstance(identity, dict):
+        return {}
+    # What was read differs wherever a flag that names it does.
+    return {name: value for name, value in identity.items() if name not in ("data", TEXT_FILES, WEIGHTS)}
 
 
 def _title(folders: list[str | Path]) -> str:
