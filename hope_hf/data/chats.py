@@ -170,6 +170,16 @@ def _signed(template: ChatTemplate, text: str) -> list[int]:
     return [token if learned else ~token for token, learned in zip(*template.tokens(filled), strict=True)]
 
 
+def shortened(rows: Sequence[list[int]], longest: int, how: str) -> list[list[int]]:
+    """The tokens of chats of at most `longest` tokens: longer ones are left out (`drop`) or lose their end (`cut`).
+
+    A chat of which nothing to learn is left is left out.
+    """
+    if how == "drop":
+        return [row for row in rows if len(row) <= longest]
+    return [row for row in (row[:longest] for row in rows) if max(row) >= 0]
+
+
 def filled_chats(template: ChatTemplate, texts: Sequence[str]) -> list[tuple[str, list[int]]]:
     """Chats filled into the template, as documents: their text and its token ids.
 

@@ -31,6 +31,8 @@ class DataConfig(TextArguments):
     """Rows per rank and batch, in training and in validation."""
     assistant_only_loss: bool = False
     """The text is chats, of which the assistant's turns are learned; see `hope_hf.data.chats`."""
+    long_chats: Literal["keep", "cut", "drop"] = "keep"
+    """What happens to chats of more than `block_size` tokens; see `hope_hf.data.chats.shortened`."""
     document_boundary: Literal["reset", "carry"] = "reset"
     seed: int = 42
     dataloader_num_workers: int = 0

@@ -20,7 +20,7 @@ block, and for tokens that are not learned), and with document_boundary "reset" 
 import bisect
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -121,6 +121,17 @@ class TokenStream(Stream):
         ends = np.concatenate([[0], *lengths]).astype(np.int64).cumsum()
         self.starts = torch.from_numpy(ends[:-1])
         """int64 [documents]: position of every document's EOS."""
+
+    def longer_than(self, tokens: int) -> int:
+        """How many documents have more than so many tokens."""
+        ends = torch.cat([self.starts[1:], torch.tensor([len(self)])])
+        return int((ends - self.starts > tokens).sum())
+
+    def changed(self, change: Callable[[list[list[int]]], list[list[int]]]) -> "TokenStream":
+        """The tokens of the documents that `change` makes of some documents together."""
+        with cache_errors():
+            changed = self._documents.map(lambda rows: {"input_ids": change(rows["input_ids"])}, batched=True)
+        return TokenStream(changed)
 
     def head(self, documents: int) -> "TokenStream":
         """The tokens of the first documents."""

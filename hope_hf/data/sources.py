@@ -17,11 +17,11 @@ from hope_hf.cli.flags import shown_names
 from hope_hf.cli.process import warn_once
 
 from .chat_template import ChatTemplate, set_chat_template
-from .chats import make_chat_encoder
+from .chats import make_chat_encoder, shortened
 from .config import DataConfig
 from .corpora import Documents, check_cache, held_out_documents, open_corpus, require_as_many, warn_of_excess
 from .documents import open_sources, training_source
-from .encoding import document_start, make_encoder
+from .encoding import Encode, document_start, make_encoder
 from .files import find_files
 from .loader import BlockLoader, Shuffle, StreamLoader
 from .mixture import BUILTIN, Corpus, read_mixture
@@ -66,7 +66,7 @@ def open_text(config: DataConfig) -> Opened:
     else:
         tokenizer = template.tokenizer
         encoder = make_chat_encoder(tokenizer)
-    held = tokenize(sources.validation, encoder, config.preprocessing_num_workers)
+    held = _of_length(config, tokenize(sources.validation, encoder, config.preprocessing_num_workers))
     if len(held) < 2:
         named, fix = training_source(config), "pass --validation_file"
         if config.validation_file:
@@ -77,11 +77,13 @@ def open_text(config: DataConfig) -> Opened:
         # Rows that carry their memories to the next batch read a text in its order.
         shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
         options = {"shuffle": shuffle, "source": training_source(config)}
+        if config.assistant_only_loss and config.long_chats != "keep":
+            encoder = partial(_encoded_of_length, encoder, config.block_size, config.long_chats)
         train = partial(StreamLoader, sources.train, encoder, **options)
         tokens, identity, size, count = None, _stream_identity(config, tokenizer), "streamed", None
         former = _former_stream_identity(config), held.digest()
     else:
-        stream = tokenize(sources.train, encoder, config.preprocessing_num_workers)
+        stream = _of_length(config, tokenize(sources.train, encoder, config.preprocessing_num_workers))
         _require_a_block(config, stream)
         blocks = TokenBlocks(stream, config.block_size)
         train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
@@ -97,6 +99,31 @@ def open_text(config: DataConfig) -> Opened:
         description=f"{sources.description}: {size}; validation {_size(held)}",
         count=count,
     )
+
+
+_LONG = {
+    "keep": "go on in the next row, which begins without what came before",
+    "cut": "are cut",
+    "drop": "are left out",
+}
+
+
+def _of_length(config: DataConfig, stream: TokenStream) -> TokenStream:
+    """The chats as `--long_chats` wants them; their number is told. Other text as it is."""
+    if not config.assistant_only_loss:
+        return stream
+    if number := stream.longer_than(config.block_size):
+        warn_once(
+            f"{number:,} of {len(stream.starts):,} chats are longer than --block_size {config.block_size} and "
+            f"{_LONG[config.long_chats]}: --long_chats keep, cut or drop decides."
+        )
+    if config.long_chats == "keep" or not number:
+        return stream
+    return stream.changed(partial(shortened, longest=config.block_size, how=config.long_chats))
+
+
+def _encoded_of_length(encode: Encode, longest: int, how: str, texts: list[str]) -> list[list[int]]:
+    return shortened(encode(texts), longest, how)
 
 
 def _chat_template(config: DataConfig) -> ChatTemplate | None:

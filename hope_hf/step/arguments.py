@@ -28,6 +28,11 @@ class DataArguments(TextArguments):
     assistant_only_loss: bool = flag(
         False, "Read chats (a column messages) through the chat template, and learn the assistant's turns only."
     )
+    long_chats: Literal["keep", "cut", "drop"] = flag(
+        "keep",
+        "Chats longer than --block_size. keep: they go on in the next row, which begins without what came before. "
+        "cut: to a row. drop: leave them out.",
+    )
     document_boundary: Literal["reset", "carry"] = flag(
         "reset",
         "reset: memories and attention start anew with every document. "

@@ -100,6 +100,7 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
     ignored = (
         ("num_train_epochs", args.max_train_steps is not None, "--max_train_steps is given"),
         *((name, not names_text, "no flag names a text") for name in ("text_column", "on_bad_rows")),
+        ("long_chats", not args.assistant_only_loss, "only chats (--assistant_only_loss) have it"),
         ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("lora_alpha", args.lora_rank is None, "--lora_rank is not given"),

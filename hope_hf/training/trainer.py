@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
     if args.level_optimizers is not None:
         options = parse_level_optimizers(args.level_optimizers)
         identity[OPTIONS] = {str(level): asdict(own) for level, own in options.items()}
-    if args.model_name_or_path and Path(args.model_name_or_path).is_dir():
+    if args.model_name_or_path and os.path.isdir(args.model_name_or_path):
         identity[WEIGHTS] = weights_sampled(args.model_name_or_path)
     changeable = args.changeable()
     record = folder.check(identity, changeable)

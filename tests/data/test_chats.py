@@ -1,12 +1,14 @@
 """Chats: their files, the two ways to find the assistant's tokens, and the batches made of them."""
 
 import json
+import warnings
 from pathlib import Path
 
 import dill
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
@@ -348,6 +350,38 @@ def test_one_chat_cannot_be_split_and_the_message_says_so(tmp_path, count):
         open_sources(DataConfig(**config))
     sources = open_sources(DataConfig(**config, validation_file=files))
     assert sources.train["text"][0] == sources.validation["text"][0] == json.dumps(CHATS[0])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("how", "count"), [("keep", 12), ("cut", 12), ("drop", 11)])
+def test_chats_longer_than_a_block_are_kept_cut_or_left_out_and_counted(tmp_path, tokenizer, how, count, streaming):
+    tokenizer.chat_template = MARKED
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    encode = make_chat_encoder(tokenizer)
+    long = [CHATS[0][1], CHATS[0][2] | {"content": "It is 1. " * 40}]
+    chats = [*(chat[1:3] for chat in CHATS[1:12]), long]
+    rows = [encode([json.dumps(chat)])[0] for chat in chats]
+    block = 64
+    assert len(rows[11]) > 2 * block > 2 * max(map(len, rows[:11]))
+    (tmp_path / "held").mkdir()
+    held = rows_of(tmp_path / "held", [{"messages": chat} for chat in chats[:11]])
+    config = DataConfig(
+        train_file=rows_of(tmp_path, [{"messages": chat} for chat in chats]), validation_file=held,
+        assistant_only_loss=True, tokenizer_name=str(tmp_path / "tokenizer"), block_size=block,
+        per_device_train_batch_size=1, streaming=streaming, shuffle_buffer_size=1, long_chats=how,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        data = build_data(config)
+    assert any("1 of 12 chats are longer than --block_size 64" in str(one.message) for one in told) is not streaming
+    expected = {"keep": rows, "cut": [row[:block] for row in rows], "drop": rows[:11]}[how]
+    assert len(expected) == count
+    if not streaming:
+        assert data.train_tokens == sum(map(len, expected))
+    elif how != "keep":
+        first = [batch["input_ids"][0] for (batch, _), _ in zip(data.train, range(3), strict=False)]
+        joined = [max(token, ~token) for row in expected for token in row][: 3 * block]
+        assert torch.cat(first).tolist()[: len(joined)] == joined
 
 
 def test_chats_need_a_file_and_a_tokenizer():
