@@ -79,6 +79,14 @@ def load_adapter(model: PreTrainedModel, file: Path) -> None:
     set_peft_model_state_dict(model, saved)
 
 
+def alpha_of(module: str, options: dict) -> float:
+    """The alpha of one map, by its name, in the options of a LoRA's config."""
+    from peft.utils.other import get_pattern_key
+
+    patterns = options.get("alpha_pattern") or {}
+    return patterns.get(get_pattern_key(patterns.keys(), module), options["lora_alpha"])
+
+
 def base_of_adapter(source: str) -> str | None:
     """Name or folder of the model that the adapter in a folder or on the Hub adapts; None if it is no adapter.
 

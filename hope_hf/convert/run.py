@@ -1,18 +1,21 @@
 """The command line: `hope-hf convert --from MODEL --output_dir DIR`."""
 
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Namespace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import transformers
 
-from hope_hf.cli.flags import Bounds, Checked, check_output
+from hope_hf import HopeConfig
+from hope_hf.cli.flags import Bounds, Checked, ModelArguments, check_output
+from hope_hf.cli.models import is_hope, load_config
 from hope_hf.cli.parser import Parser
 from hope_hf.cli.process import complain, keep_no_freed_memory, set_up_cpu
 from hope_hf.cli.program import program
 
+from .adapter import convert_adapter
 from .architectures import WORKS, Changes
 from .check import CheckFailed
 from .folder import convert_folder
@@ -37,7 +40,7 @@ def make_parser() -> Parser:
     add("model", metavar="MODEL", nargs="?", default=SUPPRESS, help="folder or Hub name of the model")
     add("--from", dest="source", metavar="MODEL", help="the same")
     add("--gguf_file", metavar="FILE", help="a GGUF file in it, instead of its safetensors")
-    add("--adapter", metavar="DIR", help="folder or Hub name of a PEFT adapter of it, which is merged into it")
+    add("--adapter", metavar="DIR", help="a PEFT adapter of it, to be merged; with a HOPE: to be converted")
     add("--output_dir", metavar="DIR", required=True, help="a new folder for the HOPE")
     add("--levels", metavar="N,N", help="cut each MLP into parallel levels with these periods, in tokens")
     add("--memory_layers", metavar="N,N", help="replace attention in these layers by memories, to be trained")
@@ -77,6 +80,10 @@ def main(argv: list[str]) -> int:
         set_up_cpu(None)
         keep_no_freed_memory()
         out = Path(options.output_dir)
+        if options.adapter is not None:
+            config = load_config(place, "from", ModelArguments())
+            if is_hope(config):
+                return _adapt(options, place, config, out)
         made = convert_folder(place, out, changes, options.gguf_file, options.license, options.adapter)
     except CheckFailed as error:
         return complain(f"{str(error).rstrip('.')}; nothing was written.", 1)
@@ -87,6 +94,16 @@ def main(argv: list[str]) -> int:
         f"Largest difference of a logit, over {found.tokens} tokens and behind padding: {found.difference:.1e}.\n"
         f"The most likely token is the same at all of them, and {found.new_tokens} greedy tokens after them are, too."
     )
+    return 0
+
+
+def _adapt(options: Namespace, place: str, config: HopeConfig, out: Path) -> int:
+    """Turn an adapter of the source into one of a model that was converted before."""
+    for name in ("levels", "memory_layers", "sliding_window", "license"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for a new model, and {place} is a HOPE already: leave it out.")
+    maps = convert_adapter(options.adapter, place, config, out)
+    print(f"{out} is complete: an adapter of {place}, of {maps} linear maps.")
     return 0
 
 
