@@ -144,7 +144,12 @@ class RunArguments:
     )
     eval_steps: int = flag(500, "Evaluate every N steps; 0: only at the end.", **OR_NONE)
     eval_on_start: bool = flag(False, "Evaluate before the first step as well.")
-    logging_steps: int = flag(10, "Write a metrics row every N steps, and after the first and the last.", **COUNT)
+    logging_steps: int | None = flag(
+        None,
+        "Write a metrics row every N steps, and after the first and the last (default: 10; fewer in a run below 500 "
+        "steps, so that it has 50 rows).",
+        **COUNT,
+    )
     report_to: str = flag("none", "Trackers besides metrics.jsonl: none, all, or comma-separated names (wandb,aim).")
     run_name: str | None = flag(
         None, "Name of the run in the trackers (default: WANDB_NAME, or the folder's name).", is_text=True

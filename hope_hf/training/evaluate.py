@@ -1,6 +1,7 @@
 """Validation: loss, perplexity, accuracy and bits per byte, weighted by token over all processes."""
 
 import math
+from collections.abc import Callable
 from functools import cache
 from itertools import islice
 
@@ -16,10 +17,14 @@ from .process import sum_over_processes
 
 
 @torch.no_grad()
-def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
+def evaluate(
+    model, data, accelerator: Accelerator, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
     """Rows `eval/...` over `data.validation`. Each of W processes takes every W-th batch; `model` is wrapped.
 
     Bits per byte: loss in bits over the bytes of the scored text, comparable across tokenizers.
+
+    Returns None once `stopped()` is true on any process: what was read so far is no evaluation.
     """
     was_training = model.training
     model.eval()
@@ -29,6 +34,9 @@ def evaluate(model, data, accelerator: Accelerator) -> dict[str, float]:
         # A sharded forward pass communicates, so every process takes part to the end: a process without a batch left
         # uses one that does not count.
         counts = accelerator.process_index < len(group)
+        if any(sum_over_processes(accelerator, stopped())):
+            model.train(was_training)
+            return None
         batch = group[accelerator.process_index if counts else 0]
         inputs = send_to_device(model_inputs(batch), accelerator.device)
         logits = model(**inputs, use_cache=False).logits

@@ -127,8 +127,12 @@ def _train(args: Arguments, engine: Engine, folder: RunFolder, stop_after: StopA
         )
         best = BestModel(args.output_dir, args.keep_best)
 
-        def evaluated() -> dict:
-            row = evaluate(training.model, run.data, engine.accelerator)
+        def evaluated(stopped: Callable[[], bool] = lambda: False) -> dict | None:
+            monitor.evaluation_begins(progress, len(run.data.validation.blocks))
+            row = evaluate(training.model, run.data, engine.accelerator, stopped)
+            if row is None:
+                monitor.say(f"Evaluation after step {progress.step} ended by a signal, without a result.")
+                return None
             monitor.evaluated(progress, row)
             if (facts := best.beaten_by(row)) is not None:
                 own = {"engine": engine, "tokenizer": run.data.tokenizer, "state": training.state.state_dict()}
@@ -236,7 +240,7 @@ def _steps(
     training: Training,
     monitor: Monitor,
     writer: CheckpointWriter,
-    evaluated: Callable[[], dict],
+    evaluated: Callable[..., dict | None],
     stop_after: StopAfter,
 ) -> bool:
     """Train to the last step; returns False if a signal or `--stop_after` ended it before."""
@@ -290,7 +294,7 @@ def _steps(
 
             last = progress.step == plan.total_steps
             if args.eval_steps and progress.step % args.eval_steps == 0 and not last:
-                evaluated()
+                evaluated(lambda: stop.received)
             due = args.checkpointing_steps and progress.step % args.checkpointing_steps == 0
             # No checkpoint is written in a series of skipped steps.
             if (due or last) and not progress.skipped_in_a_row:

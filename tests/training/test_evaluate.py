@@ -1,8 +1,15 @@
-"""The metric of right tokens."""
+"""The metric of right tokens, and an evaluation that a signal ends."""
 
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
 import torch
+from training_runs import curve
 
-from hope_hf.training.evaluate import right_tokens
+from hope_hf.training import trainer
+from hope_hf.training.evaluate import evaluate, right_tokens
 
 
 def test_right_tokens_are_those_that_are_ranked_first():
@@ -24,3 +31,26 @@ def test_the_last_position_predicts_nothing():
     logits[0, 0, 2], logits[0, 1, 1] = 1.0, 1.0
     assert right_tokens(logits, torch.tensor([[1, 2]])) == 1
     assert right_tokens(logits, torch.tensor([[2, 1]])) == 0
+
+
+def test_an_evaluation_ends_between_two_batches(one_cpu_process):
+    batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "labels": torch.zeros(1, 3, dtype=torch.long)}
+    model, read = torch.nn.Linear(1, 1), []
+    model.forward = lambda input_ids, **more: read.append(input_ids) or SimpleNamespace(logits=torch.zeros(1, 3, 4))
+    data = SimpleNamespace(validation=[batch] * 5, validation_bytes_per_token=None)
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    assert evaluate(model, data, accelerator, stopped=lambda: len(read) == 2) is None
+    assert len(read) == 2 and model.training
+    assert evaluate(model, data, accelerator)["eval/loss"] == pytest.approx(1.3862944) and len(read) == 7
+
+
+def test_ctrl_c_ends_an_evaluation_inside_training(run, tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(trainer, "evaluate", interrupted)
+    status, rows = run("a", "--eval_steps", "2")
+    told = capsys.readouterr().out
+    assert status == 0 and "step 2/8 | evaluating " in told and "ended by a signal" in told
+    assert curve(rows, "eval/loss") == [] and (tmp_path / "a" / "checkpoint-2").is_dir()

@@ -24,6 +24,14 @@ from .profile import StepProfile
 from .telemetry import Stopwatch, ThreadLimit, peak_memory_gib, utilization_meter
 from .tracking import Tracker, eval_line, train_line
 
+# Steps from one row of metrics to the next, and rows of a short run: a curve of fewer shows little.
+MOST_BETWEEN, LEAST_ROWS = 10, 50
+
+
+def steps_between_rows(total_steps: int) -> int:
+    """The value of `--logging_steps` that no flag names."""
+    return max(1, min(MOST_BETWEEN, total_steps // LEAST_ROWS))
+
 
 class Monitor:
     """Metrics, console, heartbeat, RAM report and profile of one run, step by step; a context manager around it.
@@ -36,7 +44,7 @@ class Monitor:
         """`plan`: the run's plan; `flops_per_token`: FLOPs of its model, for the MFU."""
         self._engine, self._accelerator, self._plan = engine, engine.accelerator, plan
         self._device = engine.accelerator.device
-        self._logging_steps = args.logging_steps
+        self._logging_steps = args.logging_steps or steps_between_rows(plan.total_steps)
         self._flops, self._peak = flops_per_token, peak_flops(self._device, self._accelerator.mixed_precision)
         place = str(Path(args.output_dir, PROCESSES)), engine.accelerator.process_index
         with ExitStack() as opened:
@@ -164,6 +172,10 @@ class Monitor:
         self._tracker.log(progress.step, progress.tokens, rows, train_line(rows))
         for sentence in self._mixers.warnings():
             self.say(sentence)
+
+    def evaluation_begins(self, progress: Progress, rows: int) -> None:
+        """Say so, since an evaluation may take long; `rows`: of the held-out text."""
+        self._tracker.tell(progress.step, f"evaluating {rows:,} rows of held-out text ...")
 
     def evaluated(self, progress: Progress, row: dict) -> None:
         """Write the row of an evaluation."""

@@ -19,6 +19,8 @@ from hope_hf.cli.results import architecture, as_label, draw_or_warn, markdown_t
 
 from ..checkpoints.run_folder import TEXT_FILES, WEIGHTS
 from .model_report import ALL
+from .rates import KEY as RATE
+from .rates import learning_rates
 from .tracking import METRICS_FILE, curve, read_metrics
 
 # Title, label of the vertical axis, and the keys behind `memory/<layer>/`: solid, then dashed.
@@ -147,7 +149,7 @@ def _draw(axis, rows: list[dict], key: str, **options) -> None:
 
 PANELS = (
     ("loss", "nats per token", ("train/loss", "eval/loss")),
-    ("learning rate", "matrices outside the levels", ("train/learning_rate",)),
+    ("learning rate", "matrices outside the levels", (RATE,)),
     ("gradient", "norm before clipping", ("train/grad_norm",)),
     ("speed", "tokens per second", ("train/tokens_per_second",)),
 )
@@ -160,11 +162,11 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True).flat
-    runs = [(as_label(Path(folder).resolve().name), read_metrics(folder)) for folder in folders]
+    runs = [(folder, as_label(Path(folder).resolve().name), read_metrics(folder)) for folder in folders]
     for axis, (title, unit, names) in zip(axes, PANELS, strict=True):
-        for index, (run, rows) in enumerate(runs):
+        for index, (folder, run, rows) in enumerate(runs):
             for name in names:
-                points = curve(rows, name)
+                points = learning_rates(folder, rows) if name == RATE else curve(rows, name)
                 # A line of one point would be invisible.
                 style = "o--" if name.startswith("eval") else "-" if len(points) > 1 else "o"
                 words = _WORDS[name.split("/")[0]]

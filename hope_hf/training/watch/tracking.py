@@ -111,7 +111,7 @@ class Tracker:
             self._file.flush()
         if self._accelerator.trackers:
             self._accelerator.log({"tokens": tokens, **row}, step=step)
-        self.say(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps} | {line}")
+        self.tell(step, line)
 
     def _require_folder(self):
         try:
@@ -123,6 +123,10 @@ class Tracker:
                 f"--output_dir {self._path.parent} was deleted or is another run's now, and its checkpoints with it: "
                 "begin again in a folder that stays."
             )
+
+    def tell(self, step: int, line: str):
+        """Print a line about a step."""
+        self.say(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps} | {line}")
 
     def say(self, text: str):
         """Print on rank 0, above the progress bar if there is one."""
