@@ -251,3 +251,22 @@ def is_hub_name(name: str) -> bool:
     except HFValidationError:
         return False
     return not os.path.exists(name)
+
+
+def is_missing(name: str) -> bool:
+    """Whether `name` is meant as a path and nothing is there: the Hub, where retries take a minute, is not asked.
+
+    Such names begin with `.`, `/` or `~`, or their first folder is here.
+    """
+    first, *others = Path(name).parts or ("",)
+    is_path = name.startswith((".", "/", "~")) or (bool(others) and os.path.isdir(first))
+    return is_path and not os.path.exists(name)
+
+
+def require_local(name: str, named: str) -> None:
+    """Raise ValueError that begins with `named` if `name` is meant as a path and nothing is there."""
+    if is_missing(name):
+        there = next(parent for parent in Path(name).parents if os.path.exists(parent))
+        raise ValueError(
+            f"{named} {name} does not exist, and {there} does: look for the name there, or give one of the Hub."
+        )

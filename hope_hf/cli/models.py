@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .adapters import base_of_adapter
-from .flags import LARGEST_VOCABULARY, ModelArguments
+from .flags import LARGEST_VOCABULARY, ModelArguments, require_local
 from .parser import nearest
 from .process import MISTAKES, one_line
 from .recipe import load_yaml
@@ -69,6 +69,7 @@ def build_config(args: ModelArguments, tokenizer, vocab_size: int, presets: dict
 def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`, or as the word FLAG without a flag."""
     named = flag if flag.isupper() else f"--{flag}"
+    require_local(source, named)
     try:
         base = base_of_adapter(source)
         if base is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
-from hope_hf.cli.flags import is_hub_name, shown_names
+from hope_hf.cli.flags import is_hub_name, is_missing, shown_names
 from hope_hf.cli.process import first_line
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
@@ -156,7 +156,7 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
             named = "data_dir" if options.get("data_dir") else "dataset_config_name"
             raise ValueError(f"{source} is a folder of save_to_disk, which has no {named}: leave it out.")
         return load_saved(name, source, split, options.get("streaming", False))
-    if not os.path.exists(os.path.expanduser(name)) and not is_hub_name(name):
+    if is_missing(name) or (not os.path.exists(name) and not is_hub_name(name)):
         raise ValueError(f"{' '.join(source.split())} is neither a folder nor a data set's name on the Hub: check it.")
     writable_cache()
     if os.path.isdir(name):

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hope_hf.cli.files import disk_errors
+from hope_hf.cli.flags import require_local
 from hope_hf.cli.models import place_of_tokenizer
 from hope_hf.cli.process import first_line, warn_once
 
@@ -78,6 +79,7 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name. Raises ValueError if there is none, or it has no EOS token."""
+    require_local(name, "--tokenizer_name")
     try:
         place = place_of_tokenizer(name)
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)

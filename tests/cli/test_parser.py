@@ -8,9 +8,13 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 
 from hope_hf import HopeConfig
 from hope_hf.chat.flags import parse_generate
+from hope_hf.cli.flags import ModelArguments, require_local
+from hope_hf.cli.models import load_config
 from hope_hf.cli.parser import _OURS, flag_of, nearest
 from hope_hf.convert.run import make_parser as make_convert_parser
 from hope_hf.data import prepare, tokenizer
+from hope_hf.data.documents import load_data_set
+from hope_hf.data.vocabulary import load_tokenizer
 from hope_hf.evaluation import flags as evaluation_flags
 from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
 from hope_hf.evaluation.suites import SUITES
@@ -176,3 +180,22 @@ def test_a_tilde_in_recipes_and_lists_and_not_in_words(tmp_path, monkeypatch):
     # A shell reads the hook.
     assert (args.checkpoint_hook, args.run_name) == ("~/hook.sh", "~/x")
     assert parse_generate(["m", "--prompt=~/x"]).prompt == "~/x"
+
+
+@pytest.mark.parametrize("name", ["./a", "/no/a", "~/a", "../a", "runs/dmeo", "runs/a/b"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"--model_name_or_path {name} does not exist"):
+        load_config(name, "model_name_or_path", ModelArguments())
+    with pytest.raises(ValueError, match=f"--tokenizer_name {name} does not exist"):
+        load_tokenizer(name)
+    with pytest.raises(ValueError, match=f"--dataset_name {name} is neither a folder"):
+        load_data_set(f"--dataset_name {name}", name, None)
+
+
+def test_a_name_of_the_hub_and_a_path_that_exists_are_not_refused(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("owner/model", "gpt2", "runs", "./runs", str(tmp_path / "runs")):
+        require_local(name, "--model_name_or_path")
