@@ -40,6 +40,10 @@ def test_text_and_tokenizer_may_be_moved_and_renamed(run, elsewhere, tmp_path, c
     assert run("whole", *EACH, data=elsewhere)[0] == 2
     told = capsys.readouterr().err
     assert "--train_file: " in told and "part-0.jsonl" in told and "bytes" in told
+    # The documented way to go on with more rows.
+    assert "--model_name_or_path" in told
+    more = ["--model_name_or_path", str(tmp_path / "whole")]
+    assert run("more", *EACH, "--max_train_steps", 2, model=more, data=elsewhere)[0] == 0
 
 
 def test_a_stream_may_be_moved(run, corpus, elsewhere, capsys):

@@ -243,8 +243,8 @@ def require_same_run(
             said = difference_of_text(theirs.get(TEXT_FILES, {}), ours.get(TEXT_FILES, {}))
             said = said or "the flags name the same data, but their text or tokenizer has changed"
             raise ValueError(
-                f"{place} holds another run: {said}; put it back to continue the run,{change} or choose another "
-                "folder."
+                f"{place} holds another run: {said}; put it back to continue the run,{change} or begin one on the new "
+                "text from these weights, with --model_name_or_path and another --output_dir."
             )
         if name == WEIGHTS:
             raise ValueError(
