@@ -5,7 +5,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PAGES = ["rule", "levels", "training", "recall", "languages", "sparse", "kernels"]
-PAGES += ["engines", "checkpoints", "data", "evaluation", "libraries"]
+PAGES += ["engines", "checkpoints", "data", "evaluation", "libraries", "strangers"]
 # A question, an answer in bold with its date and status, a number, and where the number is from.
 ENTRY = re.compile(
     r"### (?P<question>[^\n]+\?)\n\n\*\*(?P<answer>[^*]+)\*\* \(2026-\d\d-\d\d, "
