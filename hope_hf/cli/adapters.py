@@ -147,7 +147,8 @@ def merged(model: PreTrainedModel, source: str) -> PreTrainedModel:
         _tie_if_equal(found)
     # For an adapter of the merged model.
     found.name_or_path = source
-    return found.eval()
+    # PEFT has frozen the weights, and a run may go on to train them.
+    return found.requires_grad_(True).eval()
 
 
 def _untie(model: PreTrainedModel, shared: nn.Parameter) -> bool:

@@ -96,6 +96,7 @@ def test_an_adapter_of_one_end_of_tied_weights_leaves_the_other(tied, tmp_path, 
     expected = save(adapted(model, **options), base, tmp_path / "adapter")
     assert (expected - model(IDS).logits).abs().max() > 1e-3, "the adapter makes no difference"
     found = load(tmp_path / "adapter")
+    assert all(weight.requires_grad for weight in found.parameters()), "it can be trained on"
     assert found.config.tie_word_embeddings is stays
     assert (found.lm_head.weight is found.model.embed_tokens.weight) is stays
     check(found, expected, tmp_path / "saved")
