@@ -59,8 +59,10 @@ def test_one_bar_below_whole_lines(watch, tmp_path):
     first = [line.startswith("step 1/8") for line in lines].index(True)
     last = [line.startswith("Loss ") for line in lines].index(True)
     run_lines = lines[first:last]
-    assert all(re.fullmatch(r"step \d/8 \| (loss .* eta \d:\d\d:\d\d|eval loss .*)", line) for line in run_lines[:-1])
-    assert len(run_lines) == len(read_rows(tmp_path / "a")) + 1
+    assert all(re.fullmatch(r"step \d/8 \| (loss .* eta \d:\d\d:\d\d|eval.*)", line) for line in run_lines[:-1])
+    evaluations = [line for line in run_lines if "| evaluating " in line]
+    assert [line[:8] for line in evaluations] == ["step 4/8", "step 8/8"]
+    assert len(run_lines) == len(read_rows(tmp_path / "a")) + len(evaluations) + 1
     assert BAR.fullmatch(run_lines[-1])[1] == "100"
     assert sum("/8 [" in line for line in lines) == 1
     assert not any("%|" in line for line in lines[last:])
