@@ -1,0 +1,397 @@
+"""Does a test notice that a core fact is broken? Forty copies of the package, each with one line broken.
+
+    python tests/mutants.py                       all of them; prints a table, ends with 1 if one is not caught
+    python tests/mutants.py zeta rotation         those whose name holds one of the words
+    python tests/mutants.py --list                names, files and lines, and whether each line still stands
+
+Every mutant is tried in a copy of the working tree, first on the tests that are named beside it, which takes seconds.
+With `--whole` the default suite runs where these catch nothing. A line that has moved is an error: find it again, so
+that the fact stays in the list.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken line of `hope_hf/FILE`."""
+
+    name: str
+    file: str
+    line: str
+    broken: str
+    tests: str
+
+
+MUTANTS = [
+    # the rule and its gates
+    Mutant(
+        "a token writes over its neighbour too late",
+        "model/memory_delta.py",
+        "lower = (keys @ keys.mT * decay).tril(-1)",
+        "lower = (keys @ keys.mT * decay).tril(-2)",
+        "tests/model/test_memory_fast.py",
+    ),
+    Mutant(
+        "the share of the own value without zeta",
+        "model/memory_delta.py",
+        "own = values if erased is None else values * erased.unsqueeze(-1)",
+        "own = values",
+        "tests/model/test_memory_fast.py",
+    ),
+    Mutant(
+        "the share of a decoded token without zeta",
+        "model/memory_delta.py",
+        "share = memories.value_share if gates.erased is None else memories.value_share * gates.erased",
+        "share = memories.value_share",
+        "tests/model/test_memory_token.py tests/model/test_memory_delta.py",
+    ),
+    Mutant(
+        "zeta's gradient without the value share",
+        "model/memory_fast.py",
+        "grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share",
+        "grad_inputs.erased[:, cut] = share",
+        "tests/model/test_memory_fast.py",
+    ),
+    Mutant(
+        "retention's gradient summed forward",
+        "model/memory_fast.py",
+        "grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)",
+        "grad_inputs.log_retention[:, cut] = grad_total.cumsum(-1)",
+        "tests/model/test_memory_fast.py",
+    ),
+    Mutant(
+        "the value gate up to 1, not 2",
+        "model/memory_mixer.py",
+        "norm = None if self.value_bias is None else 2 * (more[0] + self.value_bias.to(dtype)).sigmoid()",
+        "norm = None if self.value_bias is None else (more[0] + self.value_bias.to(dtype)).sigmoid()",
+        "tests/model/test_memory_equals_reference.py tests/model/test_memory_delta.py",
+    ),
+    Mutant(
+        "a norm without the erase gate",
+        "model/memory_mixer.py",
+        "return rate * erased, log_retention, norm / erased, erased",
+        "return rate * erased, log_retention, norm, erased",
+        "tests/model/test_memory_equals_reference.py tests/model/test_memory_delta.py",
+    ),
+    Mutant(
+        "padding writes and decays",
+        "model/memory_mixer.py",
+        "gate = torch.where(plan.valid[:, None], gate, 0.0)",
+        "gate = gate + 0.0",
+        "tests/model/test_inputs.py tests/model/test_state.py",
+    ),
+    # spans, documents and positions
+    Mutant(
+        "a chunk's start that never moves on",
+        "model/memory_scan.py",
+        "elif not span.closes:",
+        "elif span.closes:",
+        "tests/model/test_memory_equals_reference.py",
+    ),
+    Mutant(
+        "a document in a later span goes on with the one before",
+        "model/memory_scan.py",
+        "        state = restart(memories, state, span)\n    keys, values",
+        "        state = restart(memories, state, span) if span.start == 0 else state\n    keys, values",
+        "tests/model/test_inputs.py tests/model/test_chunks.py",
+    ),
+    Mutant(
+        "the convolution sees the document before",
+        "model/layers.py",
+        "mixed = mixed + conv_weights[k] * (term if span.inside is None else term * span.inside[k])",
+        "mixed = mixed + conv_weights[k] * term",
+        "tests/model/test_inputs.py tests/model/test_chunks.py",
+    ),
+    Mutant(
+        "the convolution forgets one token too many",
+        "model/chunks.py",
+        "torch.stack([position >= steps for steps in range(tail_size, 0, -1)]",
+        "torch.stack([position > steps for steps in range(tail_size, 0, -1)]",
+        "tests/model/test_inputs.py tests/model/test_chunks.py",
+    ),
+    Mutant(
+        "chunks that count from the call, not from the text",
+        "model/chunks.py",
+        "spans.append(ChunkSpan(start, stop, (seen + stop) % chunk == 0))",
+        "spans.append(ChunkSpan(start, stop, stop % chunk == 0))",
+        "tests/model/test_state.py tests/model/test_chunks.py",
+    ),
+    Mutant(
+        "a row counts one token too few",
+        "model/chunks.py",
+        "seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, seen)",
+        "seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0], seen)",
+        "tests/model/test_state.py tests/model/test_chunks.py",
+    ),
+    Mutant(
+        "positions of documents count padding",
+        "model/inputs.py",
+        "before = valid.cumsum(1) - valid.long()",
+        "before = torch.ones_like(valid).cumsum(1) - 1",
+        "tests/model/test_inputs.py",
+    ),
+    Mutant(
+        "a row's first token as a later document",
+        "model/inputs.py",
+        "(real & (real.cumsum(1) > 1))",
+        "(real & (real.cumsum(1) > 0))",
+        "tests/model/test_inputs.py tests/model/test_level_learning.py",
+    ),
+    # attention
+    Mutant(
+        "a window one token wider",
+        "model/window_attention.py",
+        "hidden = (distance < 0) | (distance >= window)\n            if sees_sinks",
+        "hidden = (distance < 0) | (distance > window)\n            if sees_sinks",
+        "tests/model/test_window_attention.py",
+    ),
+    Mutant(
+        "sinks one position further away",
+        "model/window_attention.py",
+        "places.append(position.clamp(max=sinks + config.sliding_window - 1))",
+        "places.append(position.clamp(max=sinks + config.sliding_window))",
+        "tests/model/test_window_attention.py",
+    ),
+    Mutant(
+        "a compressed key that a query cannot have read",
+        "model/sparse_branches.py",
+        "mask = (begin >= first[..., None]) & (begin + stride <= at[..., None] + 1)",
+        "mask = (begin >= first[..., None]) & (begin <= at[..., None] + 1)",
+        "tests/model/test_sparse_attention.py",
+    ),
+    # levels
+    Mutant(
+        "a drift of twice the bound",
+        "model/level_learning.py",
+        "kept = (learning.drift * norm / drift",
+        "kept = (2 * learning.drift * norm / drift",
+        "tests/model/test_level_learning.py",
+    ),
+    Mutant(
+        "a step along the gradient, not against it",
+        "model/level_learning.py",
+        "moved = torch.addcmul(delta, normalised(gradient), size, value=-1)",
+        "moved = torch.addcmul(delta, normalised(gradient), size, value=1)",
+        "tests/model/test_level_learning.py",
+    ),
+    Mutant(
+        "the gate opens above a uniform guess",
+        "model/level_pieces.py",
+        "gated = mean > guess if learning.gate",
+        "gated = mean < guess if learning.gate",
+        "tests/model/test_level_learning.py",
+    ),
+    Mutant(
+        "a piece learns its last token's target",
+        "model/level_pieces.py",
+        "[slice(start, -1) for start in starts]",
+        "[slice(start, None) for start in starts]",
+        "tests/model/test_level_learning.py",
+    ),
+    Mutant(
+        "levels side by side without their weights",
+        "model/continuum.py",
+        "sum(weight * output for weight, output in zip(weights, outputs, strict=True))",
+        "sum(output for weight, output in zip(weights, outputs, strict=True))",
+        "tests/model/test_precision.py tests/model/test_gradients.py tests/model/test_use.py",
+    ),
+    Mutant(
+        "a slow level steps along the sum",
+        "optim/level_clock.py",
+        'sums = [self.state[parameter]["gradient_sum"].div_(group["period_steps"]) for parameter in ready]',
+        'sums = [self.state[parameter]["gradient_sum"] for parameter in ready]',
+        "tests/optim/test_level_clock.py",
+    ),
+    Mutant(
+        "a period that ends without a step",
+        "optim/level_clock.py",
+        "return min(now - 1, round(calls * now / before))",
+        "return round(calls * now / before)",
+        "tests/optim tests/training/test_continue.py",
+    ),
+    # the loss
+    Mutant(
+        "labels shifted the other way",
+        "model/loss.py",
+        "return F.pad(labels[..., 1:], (0, 1), value=IGNORED)",
+        "return F.pad(labels[..., :-1], (1, 0), value=IGNORED)",
+        "tests/model/test_loss.py",
+    ),
+    Mutant(
+        "a mean over the batch's own tokens",
+        "model/loss.py",
+        "count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch",
+        "count = (labels != IGNORED).sum()",
+        "tests/model/test_loss.py",
+    ),
+    Mutant(
+        "softmax without its one-hot",
+        "model/loss.py",
+        "gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))",
+        "gradient = gradient + 0.0",
+        "tests/model/test_loss.py",
+    ),
+    # data
+    Mutant(
+        "the first document's boundary is lost",
+        "data/packing.py",
+        "begins[row, block.starts] = True",
+        "begins[row, block.starts[1:]] = True",
+        "tests/data/test_packing.py tests/data/test_chats.py tests/data/test_build.py tests/data/test_sources.py tests/data/test_loader.py",
+    ),
+    Mutant(
+        "tokens that are not learned are predicted",
+        "data/packing.py",
+        "labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, IGNORED)",
+        "labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, ~block.tokens)",
+        "tests/data/test_packing.py tests/data/test_chats.py tests/data/test_build.py tests/data/test_sources.py tests/data/test_loader.py",
+    ),
+    Mutant(
+        "a resume one row late",
+        "data/loader.py",
+        'self._rows = 0 if state is None else state["rows"]',
+        'self._rows = 0 if state is None else state["rows"] + 1',
+        "tests/data/test_loader.py",
+    ),
+    Mutant(
+        "the second epoch begins where the first one did",
+        "data/order.py",
+        "nth += epoch * self.shares[corpus] + self._before[window, corpus]",
+        "nth += self._before[window, corpus]",
+        "tests/data tests/training/test_mixtures.py",
+    ),
+    # the run
+    Mutant(
+        "rotation keeps one checkpoint more",
+        "training/checkpoints/manifest.py",
+        "[: max(0, save_total_limit - 1)]",
+        "[:save_total_limit]",
+        "tests/training/checkpoints",
+    ),
+    Mutant(
+        "a warm-up that jumps to its peak",
+        "training/schedule.py",
+        "return self.first + (1 - self.first) * found if done < self.warmup else found",
+        "return found",
+        "tests/training/test_continue.py tests/training/test_parsing.py",
+    ),
+    Mutant(
+        "the plan forgets gradients",
+        "plan/memory.py",
+        "moments[name] |= {\"gradients\": gradients}",
+        "moments[name] |= {\"gradients\": 0}",
+        "tests/plan",
+    ),
+    Mutant(
+        "parts of a model cut too small",
+        "plan/memory.py",
+        "return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) * each(w) for w in shapes.weights)",
+        "return sum(w.shape[0] // parts * (w.count // w.shape[0]) * each(w) for w in shapes.weights)",
+        "tests/plan",
+    ),
+    # evaluation and conversion
+    Mutant(
+        "windows of an evaluation one token off",
+        "evaluation/streams.py",
+        "rows = [input_ids[start : start + window] for start in range(0, count * stride, stride)]",
+        "rows = [input_ids[start : start + window - 1] for start in range(0, count * stride, stride)]",
+        "tests/evaluation/test_streams.py",
+    ),
+    Mutant(
+        "a mixture without its bound",
+        "frozen.py",
+        "mixed = math.log(len(totals)) - (-totals).logsumexp(0)",
+        "mixed = -(-totals).logsumexp(0)",
+        "tests/test_frozen.py",
+    ),
+    Mutant(
+        "a memory file of another model",
+        "model/fingerprint.py",
+        "return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded",
+        "return self.dtype == other.dtype or self.rounded == other.rounded",
+        "tests/model/test_cache_file.py",
+    ),
+]
+
+
+def source(mutant: Mutant, root: Path = ROOT) -> Path:
+    return root / "hope_hf" / mutant.file
+
+
+def stands(mutant: Mutant) -> bool:
+    """Whether the line is in its file, once."""
+    return source(mutant).read_text(encoding="utf-8").count(mutant.line) == 1
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """A copy of what the tests read."""
+    copy = folder / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "build", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    return copy
+
+
+def first_failure(tree: Path, tests: list[str], minutes: int) -> str | None:
+    """The first test that fails in the tree, "time" after so many minutes; None if all pass."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=60 * minutes, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "time"
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            return line.split(" - ")[0].split(" ", 1)[1]
+    if done.returncode:
+        raise SystemExit(f"pytest ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+    return None
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("words", nargs="*", help="try only mutants whose name holds one of these")
+    parser.add_argument("--list", action="store_true", help="list them and try none")
+    parser.add_argument("--whole", action="store_true", help="run the default suite where the named tests pass")
+    parser.add_argument("--minutes", type=int, default=5, help="limit of each run of tests")
+    options = parser.parse_args()
+    chosen = [one for one in MUTANTS if not options.words or any(word in one.name for word in options.words)]
+    moved = [one for one in chosen if not stands(one)]
+    for one in moved:
+        print(f"moved: {one.name}: {one.file} has not exactly one line {one.line!r}")
+    if options.list:
+        for one in chosen:
+            print(f"{one.name}: {one.file}: {one.line}")
+    if options.list or moved:
+        return int(bool(moved))
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_tree(Path(folder))
+        for one in chosen:
+            file = source(one, tree)
+            whole = file.read_text(encoding="utf-8")
+            file.write_text(whole.replace(one.line, one.broken), encoding="utf-8")
+            found = first_failure(tree, one.tests.split(), options.minutes)
+            if found is None and options.whole:
+                found = first_failure(tree, [], 60)
+            file.write_text(whole, encoding="utf-8")
+            missed += [one.name] * (found in (None, "time"))
+            print(f"| {one.name} | {found or 'not caught'} |", flush=True)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} are caught")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
