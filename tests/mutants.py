@@ -247,14 +247,14 @@ MUTANTS = [
         "data/packing.py",
         "begins[row, block.starts] = True",
         "begins[row, block.starts[1:]] = True",
-        "tests/data/test_packing.py tests/data/test_chats.py tests/data/test_build.py tests/data/test_sources.py tests/data/test_loader.py",
+        "tests/data",
     ),
     Mutant(
         "tokens that are not learned are predicted",
         "data/packing.py",
         "labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, IGNORED)",
         "labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, ~block.tokens)",
-        "tests/data/test_packing.py tests/data/test_chats.py tests/data/test_build.py tests/data/test_sources.py tests/data/test_loader.py",
+        "tests/data",
     ),
     Mutant(
         "a resume one row late",

@@ -36,7 +36,7 @@ def test_every_part_exists_and_what_matters_most_fits_the_time():
     assert {part for part, *_ in ORDER} == parts.PARTS.keys() == report.PARTS.keys()
     options = make_parser().parse_args(["peers"])
     for part, *words in ORDER:
-        if part not in ("machine", "kernels", "scan", "projections"):
+        if part not in ("machine", "kernels", "scan"):
             # the trainer trains HOPE
             preset, model = (*words, "hope")[:2]
             assert Peers(options, preset).size.hidden_size in (768, 1024)
@@ -95,7 +95,7 @@ def test_a_part_that_is_stopped_or_fails_keeps_its_rows_and_the_order_goes_on(tm
 def test_parts_are_measured_by_the_beginning_of_their_words(tmp_path, monkeypatch):
     monkeypatch.setenv("PACK", str(tmp_path))
     monkeypatch.setattr(run.Run, "measure", lambda self, order: measured.extend(words for _, words in order))
-    assert run.unpacked([(1, "step mid hope"), (1, run.PACKED[-1]), (1, "projections")]) == ["projections"]
+    assert run.unpacked([(1, "step mid hope"), (1, run.PACKED[-1]), (1, "kernels x")]) == ["kernels x"]
     measured = []
     run.main([str(tmp_path), "step mid", "machine"])
     assert measured[0] == "machine" and measured[1:] and all(words.startswith("step mid") for words in measured[1:])
@@ -144,7 +144,7 @@ def test_rows_are_halved_until_they_fit(rows, monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_is_found(monkeypatch):
-    case = {"model": "auto", "dtype": "float32", "width": 32, "projected": ["k", "v"], "text": "documents"}
+    case = {"model": "auto", "dtype": "float32", "width": 32, "text": "documents"}
     assert parts.compare(**case)["wrong"] == []
 
     class Wrong(parts.HopeForCausalLM):
@@ -162,7 +162,7 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch):
 
 def test_a_file_that_was_cut_short_is_reported(tmp_path, capsys):
     about = {"part": "step", "device": "a GPU", "preset": "mid", "tokens": 2048, "measure": "step"}
-    kernel = {"part": "kernels", "device": "a GPU", "model": "fla", "dtype": "bfloat16", "width": 64, "projected": []}
+    kernel = {"part": "kernels", "device": "a GPU", "model": "fla", "dtype": "bfloat16", "width": 64}
     kernel |= {"text": "plain", "measure": "error", "values": [0.01, 0.9], "torch": [0.01, 0.02]}
     lines = [
         kernel | {"worst": "a.weight", "wrong": ["a.weight"]},
@@ -177,16 +177,6 @@ def test_a_file_that_was_cut_short_is_reported(tmp_path, capsys):
     assert "| step, s | 2,048 | 1.5 | 1 (1.50) |" in printed.out and "left out" in printed.err
     assert "| 1.0e-02 (1.0e-02) | 9.0e-01 (2.0e-02) | **wrong**: a.weight |" in printed.out
     assert "- step mid gated_deltanet: stopped after 25 s" in printed.out and (tmp_path / "gpu-mid.png").is_file()
-
-
-def test_own_kernels_have_their_verdict():
-    def row(kernel, values):
-        return {"model": kernel, "tokens": 2048, "measure": "step", "values": values}
-
-    rows = [row("triton", [1.0]), row("torch", [3.0])]
-    assert report.projections(rows).endswith("fast enough.")
-    assert report.projections([rows[0], row("torch", [2.9])]).endswith("more than a third of torch's time.")
-    assert "kernels take" not in report.projections(rows[1:])
 
 
 @pytest.mark.processes

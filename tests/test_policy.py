@@ -82,8 +82,6 @@ FLOORS = (
 LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
 LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
 LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}, "peft": {"hope_hf/cli"}}
-# These files are Triton's kernels: it is loaded with them, and they with the first call.
-TRITON = "hope_hf/model/memory_triton_kernels"
 
 PUBLIC = [
     "CACHE_NAME", "PRESETS", "FrozenMixture", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
@@ -181,16 +179,11 @@ def imports_the_faces_of_other_rooms(file: str, tree: ast.AST):
 
 
 def imports_heavy_packages_late(file: str, tree: ast.AST):
-    """Plots, trackers and Triton's kernels are imported only when they are used."""
+    """Plots, trackers and kernels are imported only when they are used."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     late = {id(node) for function in functions for node in ast.walk(function)}
     for node, _, module, _ in imports(file, tree):
-        is_lazy = module.split(".")[0] in LAZY
-        if file.startswith(TRITON):
-            is_lazy = is_lazy and module.split(".")[0] != "triton"
-        else:
-            is_lazy = is_lazy or module.replace(".", "/").startswith(TRITON)
-        if is_lazy and id(node) not in late:
+        if module.split(".")[0] in LAZY and id(node) not in late:
             yield f"{file}:{node.lineno} imports {module} outside of a function"
 
 
@@ -376,8 +369,7 @@ BROKEN = [
     (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
     (imports_heavy_packages_late, "hope_hf/model/x.py", "import triton"),
-    (imports_heavy_packages_late, "hope_hf/model/x.py", "from .memory_triton_kernels import product"),
-    (imports_heavy_packages_late, "hope_hf/model/memory_triton_kernels.py", "import fla"),
+    (imports_heavy_packages_late, "hope_hf/model/x.py", "import fla"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    from hope_hf.plan import plan_running"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),

@@ -3,11 +3,10 @@
 | part | words | what its rows hold |
 |---|---|---|
 | machine | | versions, the card, and its ceilings: a matrix product and a copy |
-| kernels | fla or triton, dtype, widths of heads | errors of logits and gradients, beside those of torch's operators |
+| kernels | fla, dtype, widths of heads | errors of logits and gradients, beside those of torch's operators |
 | scan | | milliseconds of the delta rule's kernels and of torch's attention alone |
 | step | preset, model | `speed.py peers`: training step, tokens per second, peak memory, by length |
 | recomputed | preset, model | the same for the longest text, each block recomputed |
-| projections | | training step under HOPE's own kernels (`HOPE_KERNELS=triton`) and under torch's operators |
 | packed | preset, model | training step of one document per row, and of several |
 | decode | preset, model | reading a text and a token after it, with a growing and with a static cache |
 | graph | preset, model | a token as one CUDA graph |
@@ -36,7 +35,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import StaticCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -133,15 +132,11 @@ def machine(rows: Rows) -> None:
     rows.write(model="copy, read and written", tokens=elements, measure="GB/s", values=rates)
 
 
-# What a kernel computes: the streams that memories project.
-PROJECTED = {"fla": ([],), "triton": (["v"], ["k", "v"])}
-
-
 def kernels(rows: Rows, kernel: str, dtype: str, *widths: str) -> None:
     # Triton's products of float32 are in tf32 otherwise.
     products = {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
-    for width, projected, text in itertools.product(map(int, widths), PROJECTED.get(kernel, ([],)), TEXTS):
-        about = {"model": kernel, "dtype": dtype, "width": width, "projected": projected, "text": text}
+    for width, text in itertools.product(map(int, widths), TEXTS):
+        about = {"model": kernel, "dtype": dtype, "width": width, "text": text}
         with patch.dict(os.environ, products):
             found = rows.attempt(partial(compare, **about), **about)
         if found:
@@ -159,14 +154,14 @@ def texts(rows: int, length: int) -> dict[str, dict[str, torch.Tensor]]:
 TEXTS = tuple(texts(1, 3))
 
 
-def compare(model: str, dtype: str, width: int, projected: list[str], text: str) -> dict:
+def compare(model: str, dtype: str, width: int, text: str) -> dict:
     """Errors of a small model under a kernel, and under torch's operators in the same dtype, against float64.
 
     Errors are relative to each tensor's norm: of the logits, and of the gradient that is worst beside torch's.
     """
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 2, "level_intermediate_sizes": [128]}
-    config = HopeConfig(**shape, head_dim=width, memory_projections=projected)
+    config = HopeConfig(**shape, head_dim=width)
     exact = HopeForCausalLM(config).double()
     with torch.no_grad():
         for parameter in exact.parameters():
@@ -260,23 +255,6 @@ class Recomputing(speed.Peers):
 def peers(rows: Rows, preset: str, model: str, *words: object, kind: type[speed.Peers] = speed.Peers) -> None:
     options, case = case_of(preset, "--models", model, *words, kind=kind)
     speed.measure(options, case, preset, rows.file, part=rows.part)
-
-
-def projections(rows: Rows) -> None:
-    preset = "pilot" if CUDA else "tiny"
-    config = HopeConfig.from_preset(preset, memory_projections=["k", "v"], num_hidden_layers=4)
-    for length in LENGTHS[:2]:
-        ids = torch.randint(config.vocab_size, (LENGTHS[1] // length, length), device=DEVICE)
-        for kernel in ("triton", "torch"):
-            about = {"preset": f"{preset}, 4 layers", "model": kernel, "tokens": length}
-
-            def took(kernel: str = kernel, ids: torch.Tensor = ids) -> list[float]:
-                with patch.dict(os.environ, HOPE_KERNELS=kernel), torch.device(DEVICE):
-                    network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-                    return timed_step(network, ids)
-
-            if found := rows.attempt(took, **about):
-                rows.write(**about, measure="step", values=found)
 
 
 def timed_step(network: nn.Module, ids: torch.Tensor, **inputs: torch.Tensor) -> list[float]:
@@ -425,7 +403,7 @@ def train(rows: Rows, preset: str) -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (machine, kernels, scan, step, recomputed, projections, packed, decode, graph, profile, train)
+    for part in (machine, kernels, scan, step, recomputed, packed, decode, graph, profile, train)
 }  # fmt: skip
 
 

@@ -15,9 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.speed_report import draw, number, table
 from hope_hf.cli.results import can_draw
 
-# The projection kernels stay if they are right and a step takes at most this share of that under torch's operators.
-MOST = 1 / 3
-
 
 def read(file: Path) -> list[dict]:
     """The rows of a file; a line that was cut off is left out."""
@@ -50,9 +47,9 @@ def machine(rows: list[dict]) -> str:
 
 
 def kernels(rows: list[dict]) -> str:
-    head = ("kernel", "memories project", "dtype", "width", "text", "logits (torch's)", "worst gradient (torch's)", "")
+    head = ("kernel", "dtype", "width", "text", "logits (torch's)", "worst gradient (torch's)", "")
     return markdown(head, ([
-        row["model"], " ".join(row["projected"]) or "nothing", row["dtype"], row["width"], row["text"],
+        row["model"], row["dtype"], row["width"], row["text"],
         *(f"{own:.1e} ({twin:.1e})" for own, twin in zip(row["values"], row["torch"], strict=True)),
         f"**wrong**: {', '.join(row['wrong'][:2])}" if row["wrong"] else "right",
     ] for row in rows))  # fmt: skip
@@ -75,14 +72,6 @@ def decode(rows: list[dict]) -> str:
 
 def packed(rows: list[dict]) -> str:
     return table([row | {"model": f"{row['model']}{', documents' * row['documents']}"} for row in rows], ranges=True)
-
-
-def projections(rows: list[dict]) -> str:
-    took = {(row["model"], row["tokens"]): min(row["values"]) for row in rows}
-    pairs = [(took["triton", n], took["torch", n]) for name, n in took if name == "triton" and ("torch", n) in took]
-    fast = pairs and all(own <= MOST * other for own, other in pairs)
-    verdict = "a third of torch's time or less: fast enough" if fast else "more than a third of torch's time"
-    return f"{table(rows, ranges=True)}\n\nOur own kernels take {verdict}." if pairs else table(rows)
 
 
 def profile(rows: list[dict]) -> str:
@@ -109,7 +98,6 @@ PARTS: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "packed": ("Packed documents", packed),
     "decode": ("Reading and generating", decode),
     "graph": ("A token as a CUDA graph", decode),
-    "projections": ("Memories that project", projections),
     "profile": ("What a training step spends its time on", profile),
     "train": ("The trainer", train),
 }

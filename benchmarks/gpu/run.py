@@ -44,14 +44,11 @@ ORDER = """
 40 step pilot gated_deltanet
 40 packed mid hope
 40 scan
-40 kernels triton bfloat16 64
-40 projections
 40 recomputed mid hope
 40 step mid-hybrid hope
 40 kernels fla bfloat16 128
 40 kernels fla float32 64
 30 step pilot hope_torch
-40 kernels triton bfloat16 32 128 16
 """
 
 # What warm_cache.py compiles for the archive of pack.sh.
@@ -65,7 +62,7 @@ def parts() -> list[tuple[int, str]]:
 
 def unpacked(order: list[tuple[int, str]]) -> list[str]:
     """Parts whose kernels the archive lacks: warm_cache.py compiles them beside the first parts, on other cores."""
-    return [words for _, words in order if words.startswith(("kernels", "projections")) and words not in PACKED]
+    return [words for _, words in order if words.startswith("kernels") and words not in PACKED]
 
 
 class Run:

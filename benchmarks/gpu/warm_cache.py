@@ -1,6 +1,6 @@
 """Fills TRITON_CACHE_DIR with kernels for a Hopper GPU that is not there: `python benchmarks/gpu/warm_cache.py`.
 
-Words name presets, comparisons of kernels as in run.py's order, `projections` and `trainer`; by default what the
+Words name presets, comparisons of kernels as in run.py's order, and `trainer`; by default what the
 archive of pack.sh has room for. Processes with different words may run side by side.
 Compiles what parts.py launches on a GPU, in all configurations that the search for the fastest tries there, and
 launches nothing. The cache belongs to the Triton that wrote it and to the folder in which it lies. Whether a real
@@ -139,10 +139,6 @@ def main(asked: list[str]) -> None:
         for name in asked or run.PACKED:
             if name.startswith("kernels"):
                 parts.kernels(rows, *name.split()[1:])
-            elif name == "projections":
-                lengths, fields = parts.GPU_LENGTHS[:2], {"memory_projections": ["k", "v"]}
-                with patch.dict(os.environ, HOPE_KERNELS="triton"):
-                    rows.attempt(partial(compile_step, torch.bfloat16, lengths[1], lengths, **fields))
             elif name == "trainer":
                 tokens, lengths = parts.GPU_TOKENS["pilot"], parts.GPU_LENGTHS[:1]
                 rows.attempt(partial(compile_step, torch.float32, tokens, lengths))

@@ -8,7 +8,6 @@ The environment variable `HOPE_KERNELS` chooses:
 | `torch` | torch's operators, with backward passes written by hand |
 | `plain` | the plain code on every device, to change a rule in one file: no kernel and no fast path runs |
 | `fla` | the kernels of flash-linear-attention, or a ValueError that says why they cannot |
-| `triton` | EXPERIMENTAL, never run on a GPU: HOPE's own kernels for `memory_projections`, or a ValueError |
 """
 
 import os
@@ -22,7 +21,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 VARIABLE = "HOPE_KERNELS"
-KERNELS = ("auto", "torch", "plain", "fla", "triton")
+KERNELS = ("auto", "torch", "plain", "fla")
 
 
 class Kernel(NamedTuple):
@@ -69,24 +68,22 @@ def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
 
 
 def choose(
-    name: str, asked: str, kernels: dict[str, Kernel], otherwise: Callable, fallbacks: Counter, device: torch.device
+    name: str, asked: str, kernel: Kernel, otherwise: Callable, fallbacks: Counter, device: torch.device
 ) -> Callable:
-    """The function that computes `name`: one of the kernels, or `otherwise`.
+    """The function that computes `name`: the kernel, or `otherwise`.
 
     Args:
         asked: the value of `HOPE_KERNELS`, except `plain`.
-        kernels: the kernel for each value of `HOPE_KERNELS`.
         fallbacks: counts `(name, reason)` where torch's operators replace kernels on a GPU.
 
     Raises:
-        ValueError: the kernels asked for cannot run.
+        ValueError: the kernel is asked for and cannot run.
     """
     if runs_torch(asked, device):
         return otherwise
-    run, obstacle = kernels["fla" if asked == "auto" else asked]
-    reason = obstacle()
+    reason = kernel.obstacle()
     if reason is None:
-        return run
+        return kernel.run
     if asked != "auto":
         raise ValueError(f"{VARIABLE}={asked} cannot compute the {name}: {reason}. Set {VARIABLE}=auto or torch.")
     logger.warning_once(f"HOPE computes the {name} without kernels of the GPU: {reason}.")

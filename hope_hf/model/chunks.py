@@ -43,25 +43,6 @@ class ChunkSpan(NamedTuple):
     tail_out: torch.Tensor | None = None
 
 
-def merge_spans(spans: list[ChunkSpan]) -> ChunkSpan:
-    """One span over the call, for operations without chunk boundaries."""
-    first, last = spans[0], spans[-1]
-    span = ChunkSpan(0, last.stop, closes=False)
-    if first.tail_out is None:
-        return span
-    # index after each row's last real token; spans without a token in that row do not count
-    ends = torch.stack([part.tail_out for part in spans])[:, :, :1]
-    starts = ends.new_tensor([part.start for part in spans]).view(-1, 1, 1, 1)
-    holds = (ends > 0) | (starts == 0)
-    end = torch.where(holds, starts + ends, 0).amax(0)
-    return span._replace(
-        keeps=first.keeps,
-        inside=torch.cat([part.inside for part in spans], dim=2),
-        tail_in=first.tail_in,
-        tail_out=end + torch.arange(last.tail_out.shape[1], device=end.device)[:, None],
-    )
-
-
 class Past(NamedTuple):
     """Counts of the tokens that earlier calls have read."""
 

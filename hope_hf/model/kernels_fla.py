@@ -25,9 +25,9 @@ from torch.torch_version import TorchVersion
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import VARIABLE, asked_kernels
-from .chunks import ChunkPlan, ChunkSpan
+from .chunks import ChunkPlan
 from .memory_delta import DeltaMemories
-from .memory_scan import NORM_EPSILON, ScanInputs, ScanState
+from .memory_scan import NORM_EPSILON, ScanState
 from .sparse_branches import SparseSizes
 
 # largest head width that fits the chip
@@ -76,54 +76,6 @@ def _defect(device: torch.device) -> str | None:
     if not is_wrong or importlib.util.find_spec("tilelang") is not None:
         return None
     return "Triton 3.4 to 3.7.0 compiles wrong gradients for Hopper GPUs (install triton>=3.7.1 or tilelang)"
-
-
-def read_content(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    inputs: ScanInputs,
-    memories: DeltaMemories,
-    current: torch.Tensor,
-    spans: list[ChunkSpan],
-    need_state: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reads of the content memory [b, S, D], and its deviation [b, D, D] after the last token if it is needed.
-
-    Args:
-        queries, keys: normalised [b, S, D].
-        values: values to write [b, S, D].
-        inputs: input of the scan, for its gates.
-        current: deviation before the first token [b, D, D].
-        dtype: dtype to which the kernels' operands are rounded.
-    """
-    operands = [part.to(dtype) for part in (queries, keys, values - keys @ memories.initial)]
-    gates, bounds = [inputs.log_retention, inputs.rate], None
-    if spans[0].keeps is not None:
-        # the kernels take sequences of unequal lengths one after the other, as one row
-        slots = spans[-1].stop
-        begins = torch.cat([part.keeps for part in spans], dim=1).squeeze(-1).logical_not()
-        first = begins[:, 0].clone()
-        begins[:, 0] = True
-        row, index = begins.nonzero(as_tuple=True)
-        starts = torch.tensor([part.start for part in spans], device=row.device)
-        bounds = F.pad(row * slots + starts[index], (0, 1), value=len(begins) * slots)
-        # a row's first sequence continues from the row's state, unless it begins a document
-        continues = (index == 0) & ~first[row]
-        current = torch.where(continues[:, None, None], current[row], 0.0)
-        operands = [part.flatten(0, 1).unsqueeze(0) for part in operands]
-        gates = [part.flatten(0, 1).unsqueeze(0) for part in gates]
-    # axes [rows, tokens, heads, ...] with a head in every row
-    streams = (part.unsqueeze(2) for part in (*operands, *gates))
-    reads, after = _scan(*streams, current.unsqueeze(1), need_state, bounds, spans[-1].stop == 1)
-    reads = reads.reshape(queries.shape).to(queries.dtype) + memories.initial_read(queries, values)
-    if not need_state:
-        return reads, None
-    if bounds is not None:
-        # the state of each row's last sequence
-        after = after[torch.bincount(row, minlength=len(begins)).cumsum(0) - 1]
-    return reads, after.squeeze(1)
 
 
 def mix(

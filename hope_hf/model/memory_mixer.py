@@ -20,7 +20,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain, runs_torch
+from .backends import Kernel, asked_kernels, choose, runs_plain, runs_torch
 from .cache_hope import map_state
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
@@ -41,8 +41,6 @@ from .memory_scan import (
     unit,
     written_values,
 )
-from .memory_triton import obstacle as obstacle_to_triton
-from .memory_triton import scan_triton
 
 # The class of each `HopeConfig.memory_rule`, and the scans of rules with a backward pass written by hand.
 RULES = {"delta": DeltaMemories, "paper": PaperMemories}
@@ -315,13 +313,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
         otherwise = partial(FAST_SCANS.get(self.rule, scan_plain), recompute=recompute)
         if runs_torch(self.kernels, hidden_states.device):
             return otherwise
-        about = self.rule, self.projected, hidden_states, self.config.head_dim
-        triton = partial(scan_triton, dtype=operand_dtype(hidden_states))
-        kernels = {
-            "fla": Kernel(mix, partial(scan_obstacle, *about)),
-            "triton": Kernel(triton, partial(obstacle_to_triton, *about)),
-        }
-        return choose("memory_scan", self.kernels, kernels, otherwise, self.kernel_fallbacks, hidden_states.device)
+        obstacle = partial(scan_obstacle, self.rule, self.projected, hidden_states, self.config.head_dim)
+        kernel, counted = Kernel(mix, obstacle), self.kernel_fallbacks
+        return choose("memory_scan", self.kernels, kernel, otherwise, counted, hidden_states.device)
 
     def _spans(self, hidden_states: torch.Tensor):
         """Yields for every span: memories, keys, values, queries, reads, and the states before and after."""

@@ -206,12 +206,9 @@ class HopeSparseAttention(Mixer, nn.Module):
     def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
         """The function that reads for a text's queries; GPU kernels round their operands to `operands`."""
         by_fla = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=operands))
-        kernels = {
-            "fla": Kernel(by_fla, partial(selection_obstacle, query, base, self.sizes)),
-            "triton": Kernel(read_sparse_fused, lambda: "HOPE has none of its own"),
-        }
+        kernel = Kernel(by_fla, partial(selection_obstacle, query, base, self.sizes))
         name, counted = "sparse_attention", self.kernel_fallbacks
-        return choose(name, self.kernels, kernels, read_sparse_fused, counted, query.device)
+        return choose(name, self.kernels, kernel, read_sparse_fused, counted, query.device)
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:

@@ -21,22 +21,21 @@ def operators():
     return "operators"
 
 
-def chosen(asked, device, to_fla, to_triton):
+def chosen(asked, device, to_fla):
     counted = Counter()
-    kernels = {"fla": Kernel(lambda: "fla", lambda: to_fla), "triton": Kernel(lambda: "triton", lambda: to_triton)}
-    return choose("memory_scan", asked, kernels, operators, counted, device)(), counted
+    kernel = Kernel(lambda: "fla", lambda: to_fla)
+    return choose("memory_scan", asked, kernel, operators, counted, device)(), counted
 
 
-@pytest.mark.parametrize("asked, device, to_fla, to_triton, expected", [
-    ("auto", GPU, None, None, "fla"),
-    ("auto", GPU, "it is Monday", None, "operators"),
-    ("auto", CPU, None, None, "operators"),
-    ("torch", GPU, None, None, "operators"),
-    ("fla", CPU, None, "it rains", "fla"),
-    ("triton", CPU, "it is Monday", None, "triton"),
+@pytest.mark.parametrize("asked, device, to_fla, expected", [
+    ("auto", GPU, None, "fla"),
+    ("auto", GPU, "it is Monday", "operators"),
+    ("auto", CPU, None, "operators"),
+    ("torch", GPU, None, "operators"),
+    ("fla", CPU, None, "fla"),
 ])  # fmt: skip
-def test_what_runs(asked, device, to_fla, to_triton, expected):
-    run, counted = chosen(asked, device, to_fla, to_triton)
+def test_what_runs(asked, device, to_fla, expected):
+    run, counted = chosen(asked, device, to_fla)
     assert run == expected
     # torch's operators are no fallback where nothing else was to be expected
     is_fallback = expected == "operators" and to_fla
@@ -45,12 +44,12 @@ def test_what_runs(asked, device, to_fla, to_triton, expected):
 
 def test_a_fallback_from_kernels_that_were_asked_for_is_an_error():
     with pytest.raises(ValueError, match="HOPE_KERNELS=fla cannot compute the memory_scan: it is Monday. Set HOPE_K"):
-        chosen("fla", GPU, "it is Monday", None)
+        chosen("fla", GPU, "it is Monday")
 
 
 def test_an_unknown_value(monkeypatch, tiny_config):
     monkeypatch.setenv("HOPE_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="HOPE_KERNELS=cuda is unknown: set it to auto, torch, plain, fla or triton."):
+    with pytest.raises(ValueError, match="HOPE_KERNELS=cuda is unknown: set it to auto, torch, plain or fla."):
         HopeForCausalLM(tiny_config())
 
 
@@ -60,11 +59,6 @@ OBSTACLES = {
     "fla, the paper's rule": ("fla", {"memory_rule": "paper"}, torch.float32, "no kernels for memory_rule='paper'"),
     "fla, memories that project": ("fla", {"memory_projections": ["k"]}, torch.float32, "for memory_projections"),
     "fla, wide heads": ("fla", {"head_dim": 272, "num_attention_heads": 1}, torch.float32, "wider than 256"),
-    "triton, no GPU": ("triton", {"memory_projections": ["k"]}, torch.float32, "the model is on a CPU"),
-    "triton, float64": ("triton", {"memory_projections": ["k"]}, torch.float64, "the model is float64"),
-    "triton, the paper's rule": ("triton", {"memory_rule": "paper"}, torch.float32, "know memory_rule='paper'"),
-    "triton, nothing to project": ("triton", {}, torch.float32, "are for memory_projections, and the model has none"),
-    "triton, heads": ("triton", {"memory_projections": ["v"], "head_dim": 48}, torch.float32, "128 wide, not 48"),
 }
 
 
@@ -81,7 +75,6 @@ SPARSE_OBSTACLES = {
     "fla, no GPU": ("fla", {"sparse_block_size": 16}, torch.float32, "the model is on a CPU"),
     "fla, float64": ("fla", {}, torch.float64, "the model is float64"),
     "fla, blocks": ("fla", {"sparse_block_size": 24}, torch.float32, r"for sparse_block_size=24 \(16, 32, 64"),
-    "triton": ("triton", {}, torch.float32, "HOPE has none of its own"),
 }
 
 
@@ -102,13 +95,12 @@ def test_gradients_of_the_keys_of_earlier_calls_are_torchs():
         assert "earlier calls" not in (selection_obstacle(queries, 16, sizes) or "")
 
 
-@pytest.mark.parametrize("asked, options", [("fla", {}), ("triton", {"memory_projections": ["k"]})])
-def test_a_missing_library(monkeypatch, tiny_model, asked, options):
-    monkeypatch.setenv("HOPE_KERNELS", asked)
+def test_a_missing_library(monkeypatch, tiny_model):
+    monkeypatch.setenv("HOPE_KERNELS", "fla")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"flash-linear-attention is not installed \(pip install 'hope_hf\[gpu\]'\)"):
-        tiny_model(**options)(torch.tensor([[1, 2, 3]]))
+        tiny_model()(torch.tensor([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("capability, triton, tilelang, refused", [

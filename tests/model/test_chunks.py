@@ -7,8 +7,7 @@ from scans import HEADS, TAPS, plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hope_hf import HopeConfig
-from hope_hf.model.chunks import ChunkSpan, Past, _ragged_spans, merge_spans, plan_chunks
-from hope_hf.model.memory_triton import _Tiles
+from hope_hf.model.chunks import ChunkSpan, Past, _ragged_spans, plan_chunks
 
 
 class Operators(TorchDispatchMode):
@@ -77,21 +76,13 @@ def test_spans_of_a_call_equal_a_loop_over_chunks(length):
 
 
 def test_documents_of_any_length_take_as_many_operators():
-    """So it is with what each layer's kernels make of the spans."""
-
     def operators(length):
         positions = torch.cat([torch.arange(700), torch.arange(length - 700)])[None]
-        counts, cpu = [Operators() for _ in range(3)], torch.device("cpu")
-        with counts[0]:
-            spans = plan_chunks(HopeConfig(num_memory_heads=2), (1, length), cpu, position_ids=positions).spans
-        with counts[1]:
-            merge_spans(spans)
-        with counts[2]:
-            _Tiles.of(spans, 2, 32, cpu)
-        return [count.number for count in counts]
+        with Operators() as counted:
+            plan_chunks(HopeConfig(num_memory_heads=2), (1, length), torch.device("cpu"), position_ids=positions)
+        return counted.number
 
-    numbers = operators(32768)
-    assert numbers == operators(2048) and numbers[0] <= 150 and max(numbers[1:]) <= 50
+    assert operators(32768) == operators(2048) <= 150
 
 
 @pytest.mark.parametrize("padded", [False, True])

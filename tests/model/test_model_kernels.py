@@ -21,25 +21,15 @@ pytestmark = [
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-KERNELS = {
-    "fla": ("fla", []),
-    "triton, memories of k and v": ("triton", ["k", "v"]),
-    "triton, memory of v": ("triton", ["v"]),
-}
-
-
-@pytest.fixture(params=KERNELS.values(), ids=KERNELS)
-def models(request, monkeypatch, tiny_model):
+@pytest.fixture
+def models(monkeypatch, tiny_model):
     """The same model twice: with the kernels, and with torch's operators."""
-    kernels, projections = request.param
     if DEVICE == "cpu":
         import_interpreted("fla.ops.gated_delta_rule", "fla.modules")
     built = []
-    for asked in (kernels, "torch"):
+    for asked in ("fla", "torch"):
         monkeypatch.setenv("HOPE_KERNELS", asked)
-        # memories that project keys and values, as strong as the content memory
-        options = {"memory_projections": projections, "projection_memory_rate": 1.0} if projections else {}
-        built.append(tiny_model(**options).to(DEVICE))
+        built.append(tiny_model().to(DEVICE))
     return built
 
 
