@@ -195,6 +195,11 @@ class CheckpointArguments:
         "A run's folder, one of its checkpoints, or 'latest' (in --output_dir): go on from there, also in another "
         "folder or with another rate, batch or schedule. The same command alone continues the run in --output_dir.",
     )
+    ignore_data_skip: bool = flag(
+        False,
+        "With --resume_from_checkpoint of another run: read this command's text, from its first row on, with the "
+        "checkpoint's weights, optimizer and schedule.",
+    )
     async_save: bool = flag(False, "Write checkpoints while the training goes on, from a copy in the CPU's memory.")
     save_sharded: bool = flag(
         False, "Every process saves its own part of the weights; `checkpoints consolidate` joins them."
@@ -254,8 +259,8 @@ class Arguments(
 
     # Flags that may change when a run is continued.
     FREE = frozenset(
-        "output_dir resume_from_checkpoint checkpointing_steps save_total_limit keep_every keep_best async_save "
-        "save_only_model save_sharded init checkpoint_hook dry_run stop_after eval_on_start "
+        "output_dir resume_from_checkpoint ignore_data_skip checkpointing_steps save_total_limit keep_every keep_best "
+        "async_save save_only_model save_sharded init checkpoint_hook dry_run stop_after eval_on_start "
         "per_device_train_batch_size gradient_accumulation_steps sync_each_batch gradient_checkpointing "
         "fsdp_limit_all_gathers fsdp_prefetch logging_steps eval_steps cpu_threads ddp_timeout watchdog_seconds "
         "ram_report_steps profile_steps report_to run_name project_name preprocessing_num_workers "
@@ -278,6 +283,12 @@ class Arguments(
         "rows_per_step".split()
     )
 
+    # What --ignore_data_skip may change: the text, and how it is read.
+    TEXT = frozenset(
+        "data text_column on_bad_rows validation_split_percentage max_train_samples max_eval_samples streaming "
+        "shuffle_buffer_size assistant_only_loss long_chats".split()
+    )
+
     @property
     def length_flag(self) -> str:
         """The flag that gives this run its length."""
@@ -285,7 +296,9 @@ class Arguments(
 
     def changeable(self) -> frozenset[str]:
         """The keys of the identity that may differ from those of the run that is continued."""
-        return self.LENGTH if self.resume_from_checkpoint is None else self.CHANGEABLE
+        if self.resume_from_checkpoint is None:
+            return self.LENGTH
+        return self.CHANGEABLE | self.TEXT if self.ignore_data_skip else self.CHANGEABLE
 
     def rows_per_step(self, processes: int) -> int:
         """Rows of one optimizer step, over all processes and accumulated batches."""

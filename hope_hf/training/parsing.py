@@ -160,6 +160,16 @@ def _check(args: Arguments):
             f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}: give a higher --learning_rate."
         )
     check_streaming(args)
+    if args.ignore_data_skip and args.resume_from_checkpoint in (None, "latest"):
+        raise ValueError(
+            "--ignore_data_skip reads another text with the state of another run: name its folder or checkpoint with "
+            "--resume_from_checkpoint, and a new --output_dir."
+        )
+    if args.ignore_data_skip and args.max_train_steps is None:
+        raise ValueError(
+            "--ignore_data_skip needs --max_train_steps, which counts the steps of the run before, too: epochs of two "
+            "texts do not add up."
+        )
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
     if args.dataset_name and args.validation_file:

@@ -110,7 +110,7 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
             wanted,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            state=saved.state["rank"]["data"] if saved else None,
+            state=None if saved is None or reads_anew(args, saved) else saved.state["rank"]["data"],
         )
     if pretrained and args.tokenizer_name and accelerator.is_main_process:
         warn_of_other_tokenizer(data.tokenizer, args.model_name_or_path)
@@ -142,6 +142,12 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
         )
     plan = Plan(data.block_size, tokens_per_step, total_steps, schedule)
     return Run(data, model, optimizer, plan, values, changes)
+
+
+def reads_anew(args: Arguments, saved: SavedRun) -> bool:
+    """Whether the text is read from its first row on, by a run that begins from another one's checkpoint."""
+    is_own = saved.path.resolve().is_relative_to(Path(args.output_dir).resolve())
+    return args.ignore_data_skip and not is_own
 
 
 def _saved_config(file: Path, kind: type):

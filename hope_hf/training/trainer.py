@@ -46,7 +46,7 @@ from .preflight.facts import FreeMemory, read_free_memory, read_room
 from .preflight.room import require_room
 from .process import StopAfter, StopSignal, leave, prepare_process, sum_over_processes
 from .sequence import learning_inputs
-from .setup import Run, build_all, run_card
+from .setup import Run, build_all, reads_anew, run_card
 from .state import CarriedMemory, TrainState
 from .watch.monitor import Monitor, Silence
 from .watch.tracking import tracker_names
@@ -225,6 +225,9 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
         same = not run.schedule_changes and args.LENGTH.issuperset(changed)
         load_optimizer(saved.manifest, engine, same_settings=same)
         state.load(saved, accelerator.device, same_rates=same)
+        if reads_anew(args, saved):
+            state.data = None
+            state.carry.restart()
     start_step = state.progress.step
     accelerator.print("\n".join([card, *(f"rank {line}" for line in rank_lines(accelerator, run.model))]))
     if start_step:

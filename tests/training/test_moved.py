@@ -140,3 +140,25 @@ def test_what_differs_is_said_of_the_file(tmp_path, before, now, said):
         facts.append({"--train_file": [file_facts(tmp_path / name / file) for file in contents]})
     found = difference_of_text(*facts)
     assert found == (said and f"--train_file: {said}")
+
+
+def test_a_grown_text_is_read_from_its_first_row_with_the_optimizer_of_before(run, elsewhere, tmp_path, capsys):
+    constant = [*EACH, "--lr_scheduler_type", "constant"]
+    run("a", *constant, "--max_train_steps", 4)
+    with open(elsewhere[1], "a") as file:
+        file.write('{"text": "one more document"}\n')
+    source = tmp_path / "a/checkpoint-4"
+    on = [*constant, "--resume_from_checkpoint", source, "--ignore_data_skip"]
+    status, whole = run("grown", *on, data=elsewhere)
+    assert status == 0 and "which is read from its first row on" in capsys.readouterr().out
+    # The first step has the weights and rows of a new run from this model, the second one not its optimizer.
+    begun = ["--model_name_or_path", str(source)]
+    _, anew = run("anew", *constant, "--max_train_steps", 2, model=begun, data=elsewhere)
+    assert curve(whole)[0] == curve(anew)[0] and curve(whole)[1] != curve(anew)[1]
+    # The same command goes on with the run's own place in the text.
+    run("parts", *on, "--stop_after", 2, data=elsewhere)
+    status, parts = run("parts", *on, data=elsewhere)
+    assert status == 0 and len(curve(parts)) == 4 and curve(parts) == curve(whole)
+    # The flag is of a run that begins from another one's checkpoint.
+    for flags in (["--ignore_data_skip"], ["--ignore_data_skip", "--resume_from_checkpoint", "latest"]):
+        assert run("b", *flags)[0] == 2 and "--ignore_data_skip" in capsys.readouterr().err

@@ -265,9 +265,9 @@ def require_same_run(
 
 def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
     """A line for each changed place, and for each changed key that is no part of the schedule, after `step`."""
-    places = [
-        f"{name} was {before[name]} and is now {now[name]}, with the same content." for name in moved(now, before)
-    ]
+    is_same_text = before.get("data") == now.get("data")
+    content = "with the same content" if is_same_text else "which is read from its first row on"
+    places = [f"{name} was {before[name]} and is now {now[name]}, {content}." for name in moved(now, before)]
     return places + [
         f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not bit-equal to "
         "those without the change."
