@@ -183,11 +183,11 @@ class _Files:
             self._check(path, file, entries)
 
     def _check(self, path: Path, file: safe_open, entries: dict[str, dict]) -> None:
-        """ValueError unless every tensor belongs to an entry and has its length."""
+        """ValueError unless every tensor belongs to an entry and lies within its parameter."""
         for stored in file.keys():
             parameter, _, key = stored.rpartition(":")
             shape = file.get_slice(stored).get_shape()
-            if parameter not in entries or shape != [entries[parameter].get("numel")]:
+            if parameter not in entries or not _lies_within(entries[parameter], shape):
                 raise not_of_a_run(path, f"it has a tensor {stored} of shape {shape}")
             self._keys[key] = path
 
@@ -227,3 +227,8 @@ class _Files:
     def _file_of(self, parameter: str) -> Path:
         """The files of one process, or of all that hold a part of the parameter."""
         return self._folder / ", ".join(self._names[parameter])
+
+
+def _lies_within(entry: dict, shape: list[int]) -> bool:
+    """Whether a tensor of this shape is a slice of the flat parameter that an entry of an index describes."""
+    return len(shape) == 1 and 0 <= entry["start"] <= entry["numel"] - shape[0]

@@ -29,10 +29,10 @@ TWO_PROCESSES = """
     run, rank, output_dir = Run(), process.process_index, sys.argv[1]
     torch.manual_seed(rank)
     run.step = 1
-    run.save(output_dir, data={"rank": rank}, carried={"memory": torch.full((2,), float(rank))})
+    run.save(output_dir, data={"rows": rank}, carried={"memory": torch.full((2,), float(rank))})
     expected = torch.rand(3)
     saved = run.restore(output_dir)
-    assert saved.state["rank"]["data"] == {"rank": rank} and (saved.state["rank"]["carried"]["memory"] == rank).all()
+    assert saved.state["rank"]["data"] == {"rows": rank} and (saved.state["rank"]["carried"]["memory"] == rank).all()
     assert torch.equal(torch.rand(3), expected)
 
     run.step = 2

@@ -180,3 +180,41 @@ def test_an_optimizer_that_no_step_has_left_is_refused(output_dir, name, change,
         Run().restore(output_dir)
     assert str(output_dir / "checkpoint-5") in str(caught.value)
     assert "resume from another checkpoint" in str(caught.value)
+
+
+def halve_optimizer(folder: Path) -> None:
+    """Write the optimizer of one process as two would that hold half of every parameter."""
+    whole = load_file(folder / "optimizer_rank_0.safetensors")
+    entries = json.loads((folder / "optimizer_rank_0.json").read_text())
+    halves = {name: entry["numel"] // 2 for name, entry in entries.items()}
+    parts = {0: {}, 1: {}}
+    for stored, tensor in whole.items():
+        half = halves[stored.rpartition(":")[0]]
+        parts[0][stored], parts[1][stored] = tensor[:half].clone(), tensor[half:].clone()
+    for rank, tensors_of_rank in parts.items():
+        starts = {name: entry | {"start": rank * halves[name]} for name, entry in entries.items()}
+        save_file(tensors_of_rank, folder / f"optimizer_rank_{rank}.safetensors")
+        (folder / f"optimizer_rank_{rank}.json").write_text(json.dumps(starts))
+    written = sorted(folder.glob("optimizer_rank_*"))
+    forge(folder, files={**read_manifest(folder).files, **describe(folder, written)})
+
+
+def test_an_optimizer_that_two_processes_have_shared_is_read_bit_for_bit(tmp_path):
+    run = Run()
+    run.train(6)
+    halve_optimizer(run.save(tmp_path))
+    expected = run.train(6)
+    resumed = Run(seed=7)
+    resumed.restore(tmp_path)
+    assert resumed.train(6) == expected
+
+
+def begin_one_later(entries: dict) -> None:
+    for entry in entries.values():
+        entry["start"] = 1
+
+
+def test_a_slice_beyond_its_parameter_is_refused(output_dir):
+    resealed(output_dir / "checkpoint-5", "optimizer_rank_0.json", begin_one_later)
+    with pytest.raises(ValueError, match="optimizer_rank_0.safetensors is no state of this run .*it has a tensor"):
+        Run().restore(output_dir)
