@@ -1,4 +1,4 @@
-"""Does training through what levels learn pay? Plain training, first and second order, and what a step costs.
+"""Does training through what levels learn pay? Plain training, training through it, and what a step costs.
 
     python benchmarks/trained_levels.py --text FILE.txt ... --held_out FILE.txt --out REPORT.json
     python benchmarks/trained_levels.py --cost
@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -30,7 +29,6 @@ from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, LevelLearning
 WAYS = {
     "plain": {},
     "first_order": dict(learn=True, use_cache=False),
-    "second_order": dict(learn=True, use_cache=False, second_order=True),
 }
 # Of the trained rate; 0: levels that do not learn.
 FACTORS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -81,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--drift", type=float, default=0.3)
     parser.add_argument("--segments", type=int, default=8, help="segments of the held-out text, each read anew")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cost", action="store_true", help="time steps, plain and first order")
+    parser.add_argument("--cost", action="store_true", help="time steps of both ways")
     parser.add_argument("--out", help="report as JSON")
     return parser.parse_args(argv)
 
@@ -117,10 +115,6 @@ def starts(length: int, args: argparse.Namespace) -> list[int]:
     return [int(at * (length - args.block_size) / args.segments) for at in range(args.segments)]
 
 
-def kernels_of(way: str) -> None:
-    os.environ["HOPE_KERNELS"] = "plain" if way == "second_order" else "auto"
-
-
 def optimizer_of(args: argparse.Namespace, model: HopeForCausalLM) -> torch.optim.Optimizer:
     decays = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
@@ -133,7 +127,6 @@ def optimizer_of(args: argparse.Namespace, model: HopeForCausalLM) -> torch.opti
 
 def train(args: argparse.Namespace, way: str, seed: int, tokens: torch.Tensor) -> tuple[HopeForCausalLM, list[float]]:
     """The trained model and its loss every tenth of the run; rows and their order depend on the seed alone."""
-    kernels_of(way)
     torch.manual_seed(seed)
     model = new_model(args, way)
     optimizer = optimizer_of(args, model)
@@ -167,7 +160,6 @@ def advance(model: HopeForCausalLM, optimizer, ids: torch.Tensor, way: str) -> t
 
 def read(args: argparse.Namespace, model: HopeForCausalLM, segments: list, factor: float) -> tuple[float, float]:
     """Mean loss of the segments, and that of their last quarters, with levels that learn at a factor of the rate."""
-    kernels_of("plain")
     model.eval()
     own = model.config.level_learning
     # the bound follows the rate, or it would hide a larger one
@@ -202,7 +194,6 @@ def cost(args: argparse.Namespace) -> str:
     seconds = {way: [] for way in models}
     for turn in range(args.steps):
         for way, model in models.items():
-            kernels_of(way)
             begins = time.perf_counter()
             advance(model, optimizers[way], ids, way)
             if args.device == "cuda":

@@ -21,7 +21,7 @@ WORDS = {
     "model_type", "config_overrides", "attn_implementation", "dataset_config_name", "document_boundary",
     "lr_scheduler_type", "optimizer", "init", "gradient_checkpointing", "fsdp_reduce_dtype", "profile_steps", "suite",
     "lengths", "depths", "batch_size", "dtype", "device", "checkpoints", "train_only", "level_learning",
-    "level_learning_order", "text_column", "on_bad_rows", "lr_scheduler_kwargs", "stop_after", "keep_best",
+    "text_column", "on_bad_rows", "lr_scheduler_kwargs", "stop_after", "keep_best",
 }  # fmt: skip
 SHOWN = HUB_NAMES | FILES | WORDS
 """Flags whose text is published. Of all other flags only switches and numbers are published: a shell line, a project

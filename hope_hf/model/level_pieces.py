@@ -5,12 +5,11 @@ Axes: B row, T token of the piece, L level.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import PreTrainedModel
 
 from .level_learning import LevelLearning, LevelState, MatrixKey, Taught, next_derivative, step
@@ -56,8 +55,6 @@ class Learner(NamedTuple):
     # derivatives of deltas by the logarithm of that factor, once they differ from the deltas, which is where the bound
     # is reached; written by `_after_piece`
     derivatives: dict[MatrixKey, torch.Tensor]
-    # whether gradients also go through the steps
-    second_order: bool
 
 
 class _Moved(NamedTuple):
@@ -80,24 +77,19 @@ def read_piece(learner: Learner, cache, piece: Piece) -> tuple[torch.Tensor, tor
 
 def _read_with_graph(learner: Learner, cache, piece: Piece, keeps_graph: bool):
     """The result of `read_piece`. `keeps_graph`: whether a backward pass follows, for which losses are not needed."""
-    model, second_order, targets = learner.model, learner.second_order, piece.targets
+    model, targets = learner.model, piece.targets
     state, earlier, starts = _at_documents(learner, cache.levels, piece, keeps_graph)
     # tensors of this piece alone, so that its gradient does not go on through states that earlier pieces left
-    deltas = {
-        key: delta.view_as(delta) if delta.requires_grad else delta.detach().requires_grad_()
-        for key, delta in state.deltas.items()
-    }
+    deltas = {key: delta.detach().requires_grad_() for key, delta in state.deltas.items()}
     own = None if earlier is None else _from(starts, piece.real)[..., None]
     taught = {
         key: [Taught(delta, _derivative(learner, key, delta, keeps_graph), own), *(earlier or {}).get(key, ())]
         for key, delta in deltas.items()
     }
     cache.levels = _Moved(taught, graph_from=0 if keeps_graph else min(key.block for key in deltas))
-    # other kernels have no second derivatives
-    with sdpa_kernel(SDPBackend.MATH) if second_order else nullcontext():
-        hidden = model.base_model(**piece.inputs, cache=cache).last_hidden_state
+    hidden = model.base_model(**piece.inputs, cache=cache).last_hidden_state
     # The last token's prediction is scored, not learned from: its target belongs to the next piece.
-    inside = _row_losses(model, hidden, targets, [slice(start, -1) for start in starts], head_learns=second_order)
+    inside = _row_losses(model, hidden, targets, [slice(start, -1) for start in starts])
     losses = inside.detach()
     if not keeps_graph:
         others = [[*range(start), targets.shape[1] - 1] for start in starts]
@@ -110,13 +102,11 @@ def _read_with_graph(learner: Learner, cache, piece: Piece, keeps_graph: bool):
     # Sharded levels communicate: in training, every process goes back through every piece.
     if piece.teaches and targets.shape[1] > 1 and (keeps_graph or bool(learned.any())):
         with _stays_gathered(model):
-            found = torch.autograd.grad(
-                inside.sum(), [*deltas.values()], retain_graph=keeps_graph, create_graph=second_order
-            )
+            found = torch.autograd.grad(inside.sum(), [*deltas.values()], retain_graph=keeps_graph)
         gradients = dict(zip(deltas, found, strict=True))
     cache.levels = state
     if piece.teaches:
-        with torch.set_grad_enabled(second_order):
+        with torch.no_grad():
             cache.levels = _after_piece(learner, state, gradients, inside.detach(), learned, piece.real)
     return hidden, losses, scored
 
@@ -154,15 +144,13 @@ def _from(starts: list[int], chosen: torch.Tensor) -> torch.Tensor:
     return chosen & (columns >= torch.tensor(starts, device=chosen.device)[:, None])
 
 
-def _row_losses(
-    model, hidden: torch.Tensor, targets: torch.Tensor, columns: list, head_learns: bool = False
-) -> torch.Tensor:
+def _row_losses(model, hidden: torch.Tensor, targets: torch.Tensor, columns: list) -> torch.Tensor:
     """Summed next-token loss of the chosen columns of each row [B] of hidden states [B, T, hidden_size], from float32.
 
-    `columns`: a slice or a list of columns for each row.
+    The weight of the head gets no gradient. `columns`: a slice or a list of columns for each row.
     """
     rows = zip(hidden, targets, columns, strict=True)
-    losses = [model.summed_loss(own[chosen], labels[chosen], head_learns) for own, labels, chosen in rows]
+    losses = [model.summed_loss(own[chosen], labels[chosen], head_learns=False) for own, labels, chosen in rows]
     return torch.stack(losses)
 
 

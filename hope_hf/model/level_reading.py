@@ -16,7 +16,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .backends import VARIABLE, asked_kernels
 from .cache_hope import CACHE_NAME, HopeCache, takes_cache
 from .inputs import boundaries_of, check_inputs, check_labels, later_begins
 from .level_learning import (
@@ -70,18 +69,6 @@ class Reading(NamedTuple):
     scored: torch.Tensor
     # the same of each piece, in the order of reading
     pieces: list[tuple[float, int]]
-
-
-def check_second_order(model: PreTrainedModel) -> None:
-    """ValueError unless the model's operations have second derivatives."""
-    if asked_kernels() != "plain":
-        raise ValueError(
-            f"the second order needs second derivatives, which fast kernels do not have: set {VARIABLE}=plain"
-        )
-    if model.config._attn_implementation not in ("eager", "sdpa"):
-        raise ValueError("the second order needs second derivatives: set attn_implementation to sdpa or eager")
-    if any(block.gradient_checkpointing for block in model.base_model.layers):
-        raise ValueError("the second order needs the activations of all pieces: leave out gradient checkpointing")
 
 
 def check_learning(
@@ -154,7 +141,6 @@ def read_and_learn(
     position_ids: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
     keeps_hidden: bool = True,
-    second_order: bool = False,
     keeps_cache: bool = True,
     learning: LevelLearning | None = None,
     after_piece: Callable[[int], None] | None = None,
@@ -176,7 +162,6 @@ def read_and_learn(
         attention_mask: [B, columns seen + T].
         position_ids: [B, T].
         labels: [B, T], the tokens themselves; a token with -100 is neither scored nor learned from.
-        second_order: whether gradients also go through the steps. Strengths and norms of matrices count as constants.
         keeps_cache: whether the cache is read later; else the last piece teaches nothing.
         learning: how levels learn, unless as the model's configuration says.
         after_piece: called with the number of tokens, rows times columns, that were read since the last call.
@@ -184,8 +169,6 @@ def read_and_learn(
     """
     learning = check_learning(model, cache, input_ids, attention_mask, kwargs, learning)
     trains = torch.is_grad_enabled()
-    if second_order:
-        check_second_order(model)
     begins = later_documents(model, cache, input_ids, attention_mask, position_ids)
     weights = learning_weights(model, learning)
     norms, factors = weight_norms(weights), rate_factors(model, learning)
@@ -235,7 +218,7 @@ def read_and_learn(
         for part, (stops, chosen) in zip(parts, groups.items(), strict=True):
             # what an earlier call taught counts as a constant
             derivatives = {} if is_new else {key: torch.zeros_like(part.levels.deltas[key]) for key in factors}
-            learner = Learner(model, learning, norms, factors, derivatives, second_order)
+            learner = Learner(model, learning, norms, factors, derivatives)
             read = []
             for start, stop in pairwise((0, *stops)):
                 hidden, *sums = read_piece(learner, part, piece_of(chosen, start, stop))

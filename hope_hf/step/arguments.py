@@ -118,11 +118,6 @@ class OptimizationArguments:
     level_learning_period: int | None = flag(
         None, "Tokens per piece of --level_learning (default: the model's periods, else 256).", least=2, most=LONGEST
     )
-    level_learning_order: Literal["first_order", "second_order"] = flag(
-        "first_order",
-        "first_order: gradients go through the effect of what levels learn. "
-        "second_order: through their steps as well (HOPE_KERNELS=plain).",
-    )
     adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.", least=0, below=1)
     adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", least=0, below=1)
     adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.", least=1e-30, most=1)

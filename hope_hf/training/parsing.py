@@ -105,7 +105,6 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("lora_alpha", args.lora_rank is None, "--lora_rank is not given"),
         ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),
-        ("level_learning_order", args.level_learning == "none", "--level_learning is not given"),
         ("keep_every", not args.checkpointing_steps, "--checkpointing_steps is 0"),
         ("num_warmup_steps", args.lr_scheduler_type == "constant", "constant has none (constant_with_warmup has)"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),

@@ -39,7 +39,7 @@ def check_learning(args: Arguments, config: PreTrainedConfig, block_size: int, e
     """ValueError with one sentence if the run cannot train through what levels learn."""
     if args.level_learning == "none":
         return
-    period, second_order = config.level_learning.periods[0], args.level_learning_order == "second_order"
+    period = config.level_learning.periods[0]
     if block_size < 2 * period:
         raise ValueError(
             f"--level_learning sequence reads rows in pieces of {period} tokens and --block_size is {block_size}: "
@@ -54,14 +54,10 @@ def check_learning(args: Arguments, config: PreTrainedConfig, block_size: int, e
             "--level_learning sequence does not keep the documents of a row apart in a model with 'full_attention' "
             "and other layers: choose one kind of them (layer_types)."
         )
-    if not engine.trains_levels or second_order and engine.shards_weights:
-        order = "--level_learning_order second_order" if engine.trains_levels else "--level_learning sequence"
-        engines = "one process or DDP" if engine.trains_levels else "one process, DDP or FSDP2"
-        raise ValueError(f"{order} runs in {engines}, and this launch is {engine.name}: take another launch file.")
-    if second_order and args.gradient_checkpointing.lower() not in ("none", "false"):
+    if not engine.trains_levels:
         raise ValueError(
-            "--level_learning_order second_order needs the activations of all pieces: leave out "
-            "--gradient_checkpointing."
+            f"--level_learning sequence runs in one process, DDP or FSDP2, and this launch is {engine.name}: take "
+            "another launch file."
         )
 
 
@@ -79,6 +75,4 @@ def add_rates(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 def learning_inputs(args: Arguments) -> dict:
     """Arguments of every forward pass in training."""
-    if args.level_learning == "none":
-        return {}
-    return {"learn": True, "second_order": args.level_learning_order == "second_order"}
+    return {} if args.level_learning == "none" else {"learn": True}

@@ -198,15 +198,18 @@ def test_rows_of_a_padded_batch_learn_as_if_alone(tiny_model, options, side):
     torch.testing.assert_close(logits[1, :3], alone[0, 21:], rtol=0, atol=1e-5)
 
 
-def test_rows_that_end_elsewhere_beside_sparse_attention_are_refused(tiny_model):
-    model = one_level(tiny_model, torch.float32, **SPARSE)
+def test_rows_that_end_elsewhere_beside_sparse_attention_are_read_as_if_alone(tiny_model):
+    model = one_level(tiny_model, torch.float64, **SPARSE)
     ids, mask = random_ids(2, 64), torch.ones(2, 64, dtype=torch.long)
     mask[0, :41] = 0
     cache = HopeCache(model.config)
-    with pytest.raises(ValueError, match="read these rows one by one"):
-        read(model, ids, cache, attention_mask=mask)
-    assert cache.levels is None and not cache.get_seq_length()
-    read(model, ids, cache)
+    logits, _ = read(model, ids, cache, attention_mask=mask)
+    for row, first in enumerate((41, 0)):
+        alone = HopeCache(model.config)
+        expected, _ = read(model, ids[row : row + 1, first:], alone)
+        torch.testing.assert_close(logits[row, first:], expected[0], rtol=0, atol=1e-9)
+        for key, delta in alone.levels.deltas.items():
+            torch.testing.assert_close(cache.levels.deltas[key][row], delta[0], rtol=0, atol=1e-12)
 
 
 def test_labels_say_what_is_scored_and_learned(tiny_model):

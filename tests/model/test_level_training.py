@@ -31,7 +31,7 @@ def factored(gradient):
     return even / even.square().mean().sqrt().clamp_min(1.0)
 
 
-def unrolled_loss(model, ids, second_order, begins=(0,)):
+def unrolled_loss(model, ids, begins=(0,)):
     """Summed loss of one row [T], in whose columns `begins` documents begin, with the graph of all steps.
 
     Each document of a piece is read on its own: the first with what it has taught so far, others with the weights
@@ -62,7 +62,7 @@ def unrolled_loss(model, ids, second_order, begins=(0,)):
         if last - first < 2 or stop - start < period:
             continue
         inner = F.cross_entropy(logits[:-1], ids[first + 1 : last])
-        gradients = torch.autograd.grad(inner, list(moved.values()), retain_graph=True, create_graph=second_order)
+        gradients = torch.autograd.grad(inner, list(moved.values()), retain_graph=True)
         strength = min(1.0, inner.item() / (learning.brake * math.log(config.vocab_size))) if learning.brake else 1.0
         for (level, at, _), name, gradient in zip(keys, names, gradients, strict=True):
             weight = parameters[name].detach()
@@ -81,12 +81,12 @@ def gradients_of(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def compare(model, ids, second_order=False, begins=None, **arguments):
+def compare(model, ids, begins=None, **arguments):
     """Loss and gradients of the model and of the unrolled equations; the gradients."""
     begins = begins or [(0,)] * len(ids)
-    unrolled = sum(unrolled_loss(model, row, second_order, own) for row, own in zip(ids, begins, strict=True))
+    unrolled = sum(unrolled_loss(model, row, own) for row, own in zip(ids, begins, strict=True))
     expected = gradients_of(model, unrolled / 10)
-    out = model(ids, labels=ids, learn=True, second_order=second_order, num_items_in_batch=10, **arguments)
+    out = model(ids, labels=ids, learn=True, num_items_in_batch=10, **arguments)
     torch.testing.assert_close(out.loss.detach(), unrolled.detach() / 10, rtol=1e-9, atol=1e-9)
     found = gradients_of(model, out.loss)
     for name, gradient in expected.items():
@@ -105,30 +105,19 @@ RULES = {
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_first_order_gradients_equal_the_unrolled_equations(tiny_model, options):
+def test_gradients_equal_the_unrolled_equations(tiny_model, options):
     model = trained_model(tiny_model, RATES, **options)
     compare(model, random_ids(2, 29))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("second_order", [False, True], ids=["first", "second"])
-def test_gradients_of_every_rule_equal_the_unrolled_equations(tiny_model, monkeypatch, rule, second_order):
+def test_gradients_of_every_rule_equal_the_unrolled_equations(tiny_model, monkeypatch, rule):
     monkeypatch.setenv("HOPE_KERNELS", "plain")
     model = trained_model(tiny_model, rule)
-    found = compare(model, random_ids(2, 37), second_order)
+    found = compare(model, random_ids(2, 37))
     rates = [gradient for name, gradient in found.items() if ".rates." in name]
     assert len(rates) == (len(rule.get("blocks", [2])) if rule.get("learned_rate") else 0)
     assert all((gradient != 0).all() for gradient in rates)
-
-
-@pytest.mark.parametrize("options", [ATTENTION, WINDOW], ids=["attention", "window"])
-def test_second_order_goes_through_attention(tiny_model, monkeypatch, options):
-    monkeypatch.setenv("HOPE_KERNELS", "plain")
-    model, ids = trained_model(tiny_model, RATES, **options), random_ids(2, 29)
-    second = compare(model, ids, second_order=True)
-    first = gradients_of(model, model(ids, labels=ids, learn=True, num_items_in_batch=10).loss)
-    name = "model.layers.2.continuum.levels.0.down_proj.weight"
-    assert (second[name] - first[name]).abs().max() > 1e-3 * first[name].abs().max()
 
 
 BEGINS = {
@@ -224,12 +213,6 @@ def test_what_is_not_kept_is_not_learned_from_the_last_piece(tiny_model):
 
 def test_training_that_cannot_be_is_refused(tiny_model, monkeypatch):
     model, ids = trained_model(tiny_model, RATES), random_ids(1, 20)
-    with pytest.raises(ValueError, match="set HOPE_KERNELS=plain"):
-        model(ids, labels=ids, learn=True, second_order=True)
-    monkeypatch.setenv("HOPE_KERNELS", "plain")
-    recompute_activations(model, Recomputed("block"))
-    with pytest.raises(ValueError, match="leave out gradient checkpointing"):
-        model(ids, labels=ids, learn=True, second_order=True)
     hybrid = trained_model(tiny_model, RATES, **HYBRID)
     with pytest.raises(ValueError, match="give every document a row of its own"):
         hybrid(ids, labels=ids, learn=True, position_ids=positions_of((0, 9), 20)[None])
