@@ -11,7 +11,7 @@ from hope_hf import LevelLearning
 from hope_hf.cli.flags import ModelArguments
 from hope_hf.cli.models import is_hope, load_config
 from hope_hf.cli.process import choose_device, set_up_cpu
-from hope_hf.cli.program import program
+from hope_hf.cli.program import printed, program
 from hope_hf.cli.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
 
@@ -24,18 +24,20 @@ from .session import Session
 
 @program
 def main(argv: list[str]) -> int:
-    """Read the files, and answer messages until the input ends. Returns 0, or 2 after a mistake of the user."""
+    """Read the files, and answer messages until the input ends. Returns 0, 1 if they could not be printed, or 2 after a mistake of the
+    user.
+    """
     args = parse(argv)
     # Read before the model is loaded, which takes longer.
     texts = {path: text_of(path, "--file") for path in args.file or ()}
     with _memory(args) as memory:
         Session(begin(args, memory), args, memory).run(texts)
-    return 0
+    return printed()
 
 
 @program
 def generate(argv: list[str]) -> int:
-    """Continue a text. Returns 0, or 2 after a mistake of the user."""
+    """Continue a text. Returns 0, 1 if it could not be printed, or 2 after a mistake of the user."""
     args = parse_generate(argv)
     if args.prompt is None and sys.stdin.isatty():
         raise ValueError("the text is missing: give --prompt TEXT, or pipe it to standard input.")
@@ -45,7 +47,7 @@ def generate(argv: list[str]) -> int:
         print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
         if memory is not None:
             memory.save(conversation)
-    return 0
+    return printed()
 
 
 def _memory(args: Arguments | GenerateArguments) -> AbstractContextManager[Memory | None]:

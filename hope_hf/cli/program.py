@@ -58,11 +58,13 @@ class Outliving:
     """A text stream to a file descriptor. After a failed write all text is dropped: what is printed is not the work.
 
     The other one of standard output and error then says so, unless a reader has gone, which `| head` does on purpose.
+    `lost` is then the reason, else None.
     """
 
     def __init__(self, stream: TextIO, name: str = "standard output"):
         """`name`: what it is for the user."""
         self._stream, self._name = stream, name
+        self.lost: str | None = None
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
@@ -91,6 +93,7 @@ class Outliving:
                 self._say(error)
 
     def _say(self, error: OSError):
+        self.lost = error.strerror
         other = sys.stderr if self is sys.stdout else sys.stdout
         print(
             f"warning: {self._name} cannot be written ({error.strerror}): the program goes on, what it prints there "
@@ -98,6 +101,21 @@ class Outliving:
             file=other,
             flush=True,
         )
+
+
+def printed(status: int = 0) -> int:
+    """The exit status of a command whose work is its standard output: 1, with a sentence, if that could not be written.
+
+    `status`: that of the command otherwise.
+    """
+    sys.stdout.flush()
+    lost = getattr(sys.stdout, "lost", None)
+    if lost is None:
+        return status
+    return complain(
+        f"the result was not written to standard output ({lost}): free space there, then repeat the command.",
+        max(status, 1),
+    )
 
 
 class LogLines(io.TextIOBase):

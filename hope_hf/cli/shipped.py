@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .flags import Checked, check_output
 from .parser import Parser, nearest
-from .program import program
+from .program import printed, program
 
 RECIPES = "recipes"
 LAUNCH_FILES = "accelerate_configs"
@@ -70,7 +70,7 @@ def _list_or_copy(argv: list[str], command: str, kind: str, use: str) -> int:
         # The first line of each file says what it is.
         print(f"{name:{width}}{path.read_text(encoding='utf-8').splitlines()[0].strip('# :')}")
     print(f"\n{use}\nhope-hf {command} --copy NAME [--to DIR] copies one to change it.")
-    return 0
+    return printed()
 
 
 def _copy(name: str, files: dict[str, Path], command: str, to: str) -> Path:

@@ -23,6 +23,7 @@ from hope_hf.cli.process import (
     one_line,
     set_up_cpu,
 )
+from hope_hf.cli.program import printed
 from hope_hf.data import find_files
 
 from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoints, is_done, report_folder
@@ -39,9 +40,15 @@ from .tracking import Trackers
 
 
 def begin(args: Arguments) -> int:
-    """Run what the flags name; returns 0, or 1 if a suite could not run. Raises ValueError for mistakes in them."""
-    if args.compare:
-        return _compare(args)
+    """Run what the flags name; returns 0, or 1 if a suite could not run or a result is lost. Raises ValueError for
+    mistakes in the flags.
+    """
+    status = _compare(args) if args.compare else _evaluate_all(args)
+    # The reports in a folder are the work.
+    return status if args.output_dir or not is_first_process() else printed(status)
+
+
+def _evaluate_all(args: Arguments) -> int:
     _set_up(args)
     asked = names(args.suite)
     together = [name for name in asked if SUITES[name].over_checkpoints]

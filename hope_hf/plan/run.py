@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from hope_hf.cli.models import is_hope
 from hope_hf.cli.process import one_line
-from hope_hf.cli.program import program
+from hope_hf.cli.program import printed, program
 
 from .launch import Launch, StepOptions
 from .memory import memory
@@ -50,7 +50,7 @@ def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Pl
 
 @program
 def main(argv: list[str]) -> int:
-    """Print the plan. Returns 0, or 2 after a ValueError: a mistake of the user, or a batch that fits nowhere."""
+    """Print the plan. Returns 0, 1 if it could not be printed, or 2 after a mistake or for a batch that fits nowhere."""
     question = parse(argv)
     # Imported here: a misspelled flag is refused before the simulation's parts are imported.
     from .report import as_json, as_text, draw
@@ -77,4 +77,4 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_json(question, rows, verdicts, found), indent=1))
     else:
         print(as_text(question, rows, verdicts, found))
-    return 0
+    return printed()

@@ -31,6 +31,16 @@ def test_the_continuation_alone_goes_to_standard_output(complete, model, tokeniz
     assert f"tokens per second: 3 read and {len(found)} written" in errors and "MB, grows with every token" in errors
 
 
+def test_a_continuation_that_cannot_be_printed_ends_in_a_sentence(complete, monkeypatch, tmp_path):
+    """The text is the work, and what was read is kept."""
+    with open("/dev/full", "w", encoding="utf-8") as device:
+        monkeypatch.setattr(sys, "stdout", device)
+        monkeypatch.setattr(sys, "__stdout__", device)
+        status, _, errors = complete("--prompt", "w10 w11", *GREEDY, "--memory", tmp_path / "memory")
+    assert status == 1 and "error: the result was not written to standard output" in errors
+    assert (tmp_path / "memory").is_dir()
+
+
 def test_a_memory_goes_on_where_it_was_and_is_read_by_chat(complete, chat, model, tokenizer, tmp_path):
     words = ["--memory", tmp_path / "m", *GREEDY]
     assert complete("--prompt", "w10 w11", *words)[0] == 0

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from hope_hf.cli import program as program_module
-from hope_hf.cli.program import LogLines, Outliving, lines_of_datasets, program
+from hope_hf.cli.program import LogLines, Outliving, lines_of_datasets, printed, program
 from hope_hf.interrupt import _is_ours, while_importing
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,38 @@ def test_a_full_disk_under_the_output_stops_nothing_and_is_told_once(monkeypatch
         assert os.write(device.fileno(), b"lost") == 4
     said = "".join(capsys.readouterr())
     assert said.count("\n") == 1 and f"{name} cannot be written (No space left on device)" in said
+
+
+@pytest.mark.parametrize("status, expected", [(0, 1), (2, 2)])
+def test_a_result_that_could_not_be_printed_is_no_success(monkeypatch, capsys, status, expected):
+    @program
+    def main(argv: list[str]) -> int:
+        print("the result")
+        return printed(status)
+
+    assert main([]) == status
+    with open("/dev/full", "w", encoding="utf-8") as device:
+        monkeypatch.setattr(sys, "stdout", device)
+        monkeypatch.setattr(sys, "__stdout__", device)
+        assert main([]) == expected
+    said = capsys.readouterr().err
+    assert "error: the result was not written to standard output (No space left on device)" in said
+
+
+def test_a_reader_that_has_seen_enough_makes_no_failure(monkeypatch):
+    """As in `hope-hf plan | head`."""
+
+    @program
+    def main(argv: list[str]) -> int:
+        print("the result")
+        return printed()
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "__stdout__", pipe)
+        assert main([]) == 0
 
 
 def test_of_lm_eval_only_bars_reach_a_log(monkeypatch, capsys):

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from hope_hf.cli.flags import Checked, check_output
 from hope_hf.cli.parser import Parser
-from hope_hf.cli.program import program
+from hope_hf.cli.program import printed, program
 from hope_hf.cli.results import markdown_table
 
 from .manifest import Manifest, file_size, latest_checkpoint, read_manifest, verify
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         folder = newest.folder
     if options.command == "info":
         print(_info(folder))
-        return 0
+        return printed()
     manifest = verify(folder)
     print(f"{folder} is whole: step {manifest.step}, {len(manifest.files)} files, {manifest.size:,} bytes.")
     if options.command == "consolidate":
