@@ -24,8 +24,9 @@ from .session import Session
 
 @program
 def main(argv: list[str]) -> int:
-    """Read the files, and answer messages until the input ends. Returns 0, 1 if they could not be printed, or 2 after a mistake of the
-    user.
+    """Read the files, and answer messages until the input ends.
+
+    Returns 0, 1 if the answers could not be printed, or 2 after a mistake of the user.
     """
     args = parse(argv)
     # Read before the model is loaded, which takes longer.

@@ -104,7 +104,7 @@ class Outliving:
 
 
 def printed(status: int = 0) -> int:
-    """The exit status of a command whose work is its standard output: 1, with a sentence, if that could not be written.
+    """The exit status of a command whose work is its standard output: 1, with a sentence, if that was not written.
 
     `status`: that of the command otherwise.
     """

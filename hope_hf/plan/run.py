@@ -50,7 +50,7 @@ def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Pl
 
 @program
 def main(argv: list[str]) -> int:
-    """Print the plan. Returns 0, 1 if it could not be printed, or 2 after a mistake or for a batch that fits nowhere."""
+    """Print the plan. Returns 0, 1 if it cannot be printed, or 2 after a mistake or for a batch that fits nowhere."""
     question = parse(argv)
     # Imported here: a misspelled flag is refused before the simulation's parts are imported.
     from .report import as_json, as_text, draw

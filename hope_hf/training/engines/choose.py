@@ -18,10 +18,11 @@ from hope_hf.step.arguments import Arguments
 from hope_hf.step.launch_file import LOW_PRECISION, check_launch_file
 
 from .base import Engine
-from .cpu import cpu_accelerator
+from .cpu import compile_communication, cpu_accelerator
 from .fsdp1 import FSDP1
 from .fsdp2 import FSDP2
 from .guard import OneSidedError, check_devices
+from .meeting import long_waits_told, meeting_place
 from .zero import Zero
 
 # Prefix of the variables with which the launcher passes on a launch file's mesh.
@@ -40,7 +41,7 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     wanted = wanted_engine()
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     options = {
-        "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)],
+        "kwargs_handlers": [InitProcessGroupKwargs(init_method=meeting_place(), timeout=timeout)],
         # The number alone would yield to the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps),
         "log_with": trackers or None,
@@ -50,8 +51,12 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
         raise ValueError(
             "The launch file asks for DeepSpeed, which is not installed: pip install 'hope_hf[deepspeed]'."
         )
+    on_cpu = not torch.accelerator.is_available()
+    if wanted == "deepspeed" and on_cpu:
+        compile_communication()
     try:
-        accelerator = Accelerator(**options) if torch.accelerator.is_available() else cpu_accelerator(wanted, options)
+        with long_waits_told(args.ddp_timeout):
+            accelerator = cpu_accelerator(wanted, options) if on_cpu else Accelerator(**options)
     except torch.distributed.DistError as error:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         raise OneSidedError(
