@@ -22,6 +22,8 @@ ENGINES = [
     pytest.param("deepspeed_zero2", 2, marks=NEEDS_DEEPSPEED),
     pytest.param("deepspeed_zero3_offload", 2, marks=NEEDS_DEEPSPEED),
 ]
+# Processes among which the parameters are divided; accelerate itself drops FSDP on a CPU and trains lone copies.
+PARTS = {"fsdp2": 2, "fsdp1": 2, "fsdp_hybrid": 2, "deepspeed_zero3_offload": 2}
 FLAGS = [*LLAMA, *SMALL, "--max_train_steps", "4", "--per_device_train_batch_size", "2", "--dry_run"]
 
 
@@ -29,7 +31,11 @@ FLAGS = [*LLAMA, *SMALL, "--max_train_steps", "4", "--per_device_train_batch_siz
 def test_every_engine_takes_its_step(engine, processes, corpus, tmp_path):
     entry = {"folder": str(tmp_path / "run"), "flags": [*FLAGS, *corpus]}
     launch(engine, processes, [entry], tmp_path)
-    found = LINE.findall((tmp_path / "machine_0.txt").read_text())
+    told = (tmp_path / "machine_0.txt").read_text()
+    whole = int(re.search(r"([\d,]+) parameters", told)[1].replace(",", "")) / PARTS.get(engine, 1)
+    held = [int(count.replace(",", "")) for count in re.findall(r"holds ([\d,]+) float32", told)]
+    assert len(held) == processes and all(0.9 * whole < count < 1.1 * whole for count in held), told
+    found = LINE.findall(told)
     assert [name for _, name, _ in found] == [*CHECKS, "step"]
     assert {level for level, _, _ in found} == {"ok"}, found
     texts = {name: text for _, name, text in found}
