@@ -161,6 +161,16 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def free_disk(folder: Path) -> int | None:
+    """Free bytes on the disk of a folder; None if its file system does not say."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    # Drives of FUSE may answer 0 bytes free of 0.
+    return usage.free if usage.total else None
+
+
 def copy_rights_of_folder(file: Path) -> None:
     """Give a file the permissions that match those of its folder."""
     with suppress(OSError):

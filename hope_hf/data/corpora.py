@@ -1,6 +1,5 @@
 """The documents of one corpus of a mixture: loaded or fetched from a stream, filtered, split and limited."""
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.cli.files import free_disk
 from hope_hf.cli.process import warn_once
 
 from .cache import cache_path, cached_texts, files_under, writable_cache
@@ -246,8 +246,8 @@ def check_cache(
     cache = writable_cache()
     if shards is not None and shards.stat().st_dev == cache.stat().st_dev:
         needed += KINDS[dtype_of(tokenizer)].itemsize * sum(corpus.max_tokens or 0 for corpus in corpora)
-    free = shutil.disk_usage(cache).free
-    if free < needed:
+    free = free_disk(cache)
+    if free is not None and free < needed:
         raise ValueError(
             f"The cache {cache} has {free / 1e9:.1f} GB of free disk and the streamed corpora need about "
             f"{needed / 1e9:.1f} GB: free some, or name a folder on another disk in HF_DATASETS_CACHE."

@@ -9,7 +9,6 @@ After a killed process the same command continues; it also rewrites shards that 
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from datasets import Dataset, disable_progress_bars
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import at_home, is_unfinished, read_object, replace_text
+from hope_hf.cli.files import at_home, free_disk, is_unfinished, read_object, replace_text
 from hope_hf.cli.flags import COUNT, SEED, THREADS, check_output, flag
 from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
 from hope_hf.cli.parser import Parser
@@ -109,8 +108,8 @@ class Preparation:
             most = sum(self.bytes[part.corpus.name, side] for side in PARTS) * tokens / sampled
             needed += min(most, part.corpus.max_tokens or most)
         needed = int((needed - self.progress.tokens) * KINDS[self.dtype].itemsize)
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
+        free = free_disk(self.folder)
+        if free is not None and free < needed:
             raise ValueError(
                 f"--output_dir {self.folder} has {free / 1e9:.1f} GB of free disk and the shards need about "
                 f"{needed / 1e9:.1f} GB: free some, or name a folder on another disk."

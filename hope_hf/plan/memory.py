@@ -77,7 +77,7 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     block = shapes.largest_block * launch.compute_bytes if launch.strategy.gathers else 0
     whole = launch.whole_gradients(step.reduce_dtype)
     holds_whole = whole is not None and step.accumulation > 1 and not step.sync_each_batch
-    between = whole.itemsize * shapes.count if holds_whole else 0
+    between = whole.itemsize * shapes.trained if holds_whole else 0
     # A process's own part of the gradients: the sum before this batch, and the sum after it.
     before = states["gradients"] if step.accumulation > 1 and not between else 0
     after = 0 if between else states["gradients"]
@@ -121,15 +121,15 @@ def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> dict[str, int]
     halves = launch.strategy.engine == "deepspeed" and launch.precision == "fp16"
     states = {
         "weights": part(WEIGHTS, lambda weight: 2 if halves else 4),
-        "gradients": part(GRADIENTS, lambda weight: 2 if halves else 4),
+        "gradients": part(GRADIENTS, lambda weight: weight.is_trained * (2 if halves else 4)),
         "optimizer": part(OPTIMIZER, lambda weight: weight.optimizer_bytes(step.optimizer, tokens)),
     }
     if launch.strategy.engine == "plain" and launch.world_size > 1:
         # DDP copies gradients to buckets and reduces these.
-        states["buckets"] = 4 * shapes.count
+        states["buckets"] = 4 * shapes.trained
     if launch.strategy.engine == "deepspeed":
         # DeepSpeed's optimizer updates its own copy of the weights.
-        states["buckets"] = shard_bytes(shapes, launch.parts, False)
+        states["buckets"] = shard_bytes(shapes, launch.parts, False, lambda weight: 4 * weight.is_trained)
     return states
 
 

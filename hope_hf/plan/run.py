@@ -3,6 +3,8 @@
 import json
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedModel
+
 from hope_hf.cli.models import is_hope
 from hope_hf.cli.process import one_line
 from hope_hf.cli.program import printed, program
@@ -19,10 +21,11 @@ class Planned:
 
     Attributes:
         peak: on the device of the process with the largest part.
-        is_estimate: whether its activations are only estimated.
+        is_estimate: whether its activations are only estimated, as beside frozen weights, which keep fewer of them.
         weights, optimizer: of the whole model, weights in fp32.
         offloaded: in the memory of one machine, by all its processes.
         is_shared_out: whether each process holds only a part of the model.
+        saved: weights in a checkpoint, that of a LoRA alone where one is trained.
         whole_gradients: of one process between accumulated batches, without `--sync_each_batch`.
     """
 
@@ -33,19 +36,29 @@ class Planned:
     offloaded: int
     is_shared_out: bool
     whole_gradients: int
+    saved: int
 
 
-def plan_running(config, launch: Launch, step: StepOptions, per_node: int) -> Planned:
-    """The plan of a run under the launch of its engine, with `per_node` processes on this machine."""
-    shapes = shapes_of(config, step.trust_remote_code)
+def plan_running(model: PreTrainedModel, launch: Launch, step: StepOptions, per_node: int) -> Planned:
+    """The plan of a run's model under the launch of its engine, with `per_node` processes on this machine."""
+    config = model.config
+    whole = shapes_of(config, step.trust_remote_code)
+    shapes = whole.as_trained(model)
     step = replace(step, checkpointing=launch.recomputes(step.checkpointing))
     tokens = step.tokens(launch.world_size)
     optimizer = sum(weight.count * weight.optimizer_bytes(step.optimizer, tokens) for weight in shapes.weights)
     found = memory(config, shapes, launch, step, per_node)
+    of_lora = shapes.count - whole.count
     return Planned(
-        found.peak, found.is_estimate, 4 * shapes.count, optimizer, found.host, bool(launch.strategy.shared),
-        found.between_batches,
-    )  # fmt: skip
+        peak=found.peak,
+        is_estimate=found.is_estimate or shapes.trained < shapes.count,
+        weights=4 * shapes.count,
+        optimizer=optimizer,
+        offloaded=found.host,
+        is_shared_out=bool(launch.strategy.shared),
+        whole_gradients=found.between_batches,
+        saved=4 * (of_lora or whole.count),
+    )
 
 
 @program

@@ -4,7 +4,7 @@ They are read from the model on the meta device, which holds no numbers: 0.07 s 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ class Weight:
         unit: the number of its block, or `EMBEDDING`, `TAIL` or `ROOT`.
         period: tokens between two updates of its level; 0 for a parameter of no level.
         rules: value of `--optimizer` -> the rule that updates the parameter.
+        is_trained: whether it has a gradient and a state of the optimizer.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Weight:
     unit: int | str
     period: int
     rules: dict[str, str]
+    is_trained: bool = True
 
     @property
     def count(self) -> int:
@@ -42,8 +44,10 @@ class Weight:
     def optimizer_bytes(self, optimizer: str, tokens_per_step: int) -> int:
         """Bytes of optimizer state per element: the rule's, plus a sum of gradients if its level steps less often.
 
-        `tokens_per_step`: over all processes and accumulated batches.
+        `tokens_per_step`: over all processes and accumulated batches. Frozen parameters have none.
         """
+        if not self.is_trained:
+            return 0
         waits = period_steps(self.period, tokens_per_step) > 1
         return RULES[self.rules[optimizer]].state_bytes + (4 if waits else 0)
 
@@ -60,6 +64,11 @@ class Shapes:
     def count(self) -> int:
         """Number of parameters."""
         return sum(weight.count for weight in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(weight.count for weight in self.weights if weight.is_trained)
 
     @cached_property
     def units(self) -> dict[int | str, int]:
@@ -79,6 +88,19 @@ class Shapes:
         """Number of parameters of the matrices that are multiplied, without tables that are only looked up."""
         looked_up = {ROOT} if self.is_tied else {ROOT, EMBEDDING}
         return sum(w.count for w in self.weights if len(w.shape) == 2 and w.unit not in looked_up)
+
+    def as_trained(self, model: PreTrainedModel) -> "Shapes":
+        """The shapes of a run's model: its frozen parameters are marked, and the matrices of its LoRA are added."""
+        parameters = dict(model.named_parameters())
+        trained = {name.replace(".base_layer.", "."): found.requires_grad for name, found in parameters.items()}
+        weights = [replace(weight, is_trained=trained.get(weight.name, True)) for weight in self.weights]
+        added = {name: tuple(found.shape) for name, found in parameters.items() if ".lora_" in name}
+        if added:
+            rules = {key: rules_of(model, key) for key in RULES}
+        for name, shape in added.items():
+            own = {key: found[name] for key, found in rules.items()}
+            weights.append(Weight(name, shape, unit=ROOT, period=0, rules=own))
+        return replace(self, weights=tuple(weights))
 
 
 def shapes_of(config, trust_remote_code: bool = False) -> Shapes:

@@ -118,13 +118,13 @@ def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
     mixture.write_text(
         "corpora: {web: {dataset_name: hub/web, text_column: content, streaming: true, max_tokens: 17e9}}"
     )
-    monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 100e9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 100e9))
     flags = ["--tokenizer_name", str(tmp_path / "tokenizer"), "--output_dir", str(tmp_path / "shards")]
     assert main([str(mixture), *flags]) == 2
     # Five bytes of text a token, and two for the shards on the same disk.
     assert "has 100.0 GB of free disk and the streamed corpora need about 119.0 GB" in capsys.readouterr().err
     with pytest.raises(ValueError, match="the streamed corpora need about 85.0 GB: free some, or name a folder on"):
-        monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 80e9))
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 80e9))
         build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=flags[1]))
     assert not read
 

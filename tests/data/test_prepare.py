@@ -290,7 +290,7 @@ def prepare_words_of(other, mixture, folder):
 
 
 def test_a_full_disk_is_foreseen(mixture, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 5))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 5))
     refused(
         capsys, prepare_words(mixture, tmp_path / "shards"), "has 0.0 GB of free disk and the shards need about 0.0 GB"
     )

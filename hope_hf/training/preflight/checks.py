@@ -126,7 +126,7 @@ def check_data(facts: Facts) -> Result:
 def check_disk(facts: Room) -> Result:
     """Whether checkpoints can be written, and space for those kept and for one more before the oldest is deleted.
 
-    These are at least 3, fewer in a short run.
+    These are at least 2, or one in a short run.
     """
     sizes, args = facts.sizes, facts.args
     if facts.unwritable is not None:
@@ -134,23 +134,28 @@ def check_disk(facts: Room) -> Result:
             "fail",
             f"{args.output_dir} takes no checkpoint ({facts.unwritable}): make it writable or choose another disk",
         )
-    each = sizes.weights + (0 if args.save_only_model else sizes.optimizer)
-    count = max(3, args.save_total_limit + 1)
+    each = sizes.saved + (0 if args.save_only_model else sizes.optimizer)
+    count = max(2, args.save_total_limit + 1)
     if args.keep_every is not None:
         count += facts.total_steps // args.keep_every
     left = facts.total_steps - facts.step
     # The last step has one whatever its number.
     written = 1 + ((left - 1) // args.checkpointing_steps if args.checkpointing_steps else 0)
     # The finished run writes the weights once more; the best model is replaced by a second one.
-    weights = sizes.weights * (1 if args.keep_best == "none" else 3)
+    weights = sizes.saved * (1 if args.keep_best == "none" else 3)
     need, free = min(count * each - facts.held, written * each) + weights, facts.free.disk
     count = min(count, written)
-    reason = f"{count} checkpoint(s) of {_gib(each)} and the weights need {_gib(max(0, need))} more, {_gib(free)} free"
+    needed = max(0, need)
+    reason = f"{count} checkpoint(s) of {_gib(each)} and the weights need {_gib(needed)} more"
+    if free is None:
+        return Result("warn", f"{reason}, and the file system does not say what is free: compare by hand")
+    reason = f"{reason}, {_gib(free)} free"
+    strain = _strain(need, free)
     if need > free:
-        return Result("fail", f"{reason}: free space, lower --save_total_limit or choose another disk", need / free)
+        return Result("fail", f"{reason}: free space, lower --save_total_limit or choose another disk", strain)
     if need + each > free:
-        return Result("warn", f"{reason}, less than for one more: free space", need / free)
-    return Result("ok", reason, max(0, need) / free)
+        return Result("warn", f"{reason}, less than for one more: free space", strain)
+    return Result("ok", reason, strain)
 
 
 def check_host(facts: Room) -> Result:
@@ -245,10 +250,15 @@ def _fits(need: int, free: int | None, what: str, fix: str, comfortable: float =
         return Result("warn", f"{what} needs {_gib(need)}, and the system does not say what is free: compare by hand")
     reason = f"{what} needs {_gib(need)} of {_gib(free)} free"
     if need > free:
-        return Result("fail", f"{reason}: {fix}", need / free)
+        return Result("fail", f"{reason}: {fix}", _strain(need, free))
     if need > comfortable * free:
-        return Result("warn", f"{reason}, almost all: {fix}", need / free)
-    return Result("ok", reason, need / free)
+        return Result("warn", f"{reason}, almost all: {fix}", _strain(need, free))
+    return Result("ok", reason, _strain(need, free))
+
+
+def _strain(need: int, free: int) -> float:
+    # Nothing at all may be free.
+    return max(0, need) / max(1, free)
 
 
 def _gib(size: float) -> str:

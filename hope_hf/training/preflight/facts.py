@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from hope_hf.cli.files import flush_folder, flush_to_disk, unfinished
+from hope_hf.cli.files import flush_folder, flush_to_disk, free_disk, unfinished
 from hope_hf.cli.process import local_processes, one_line
 from hope_hf.plan import Planned, StepOptions, plan_running
 from hope_hf.step.arguments import Arguments
@@ -34,7 +34,7 @@ class FreeMemory:
 
     device: int | None
     host: int | None
-    disk: int
+    disk: int | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def read_room(args: Arguments, engine: Engine, run: Run, step: int, free: FreeMe
         on_gpu=accelerator.device.type == "cuda",
         in_parts=engine.saves_parts(args),
         free=free,
-        sizes=plan_running(run.model.config, engine.launch(), options, processes),
+        sizes=plan_running(run.model, engine.launch(), options, processes),
         unwritable=write_problem(args.output_dir) if accelerator.is_main_process else None,
         held=held_bytes(args.output_dir),
         step=step,
@@ -123,10 +123,10 @@ def read_gpu() -> Gpu | str | None:
 
 def read_free_memory(args: Arguments, accelerator: Accelerator) -> FreeMemory:
     """This process's free memory and disk."""
+    device, host = free_memory(accelerator.device), free_memory(torch.device("cpu"))
     folder = Path(args.output_dir).absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    disk = shutil.disk_usage(nearest).free
-    return FreeMemory(free_memory(accelerator.device), free_memory(torch.device("cpu")), disk)
+    return FreeMemory(device, host, free_disk(nearest))
 
 
 def write_problem(output_dir: str) -> str | None:

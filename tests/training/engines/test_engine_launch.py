@@ -7,11 +7,12 @@ import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from training_runs import reset_accelerate
 
-from hope_hf import HopeConfig
+from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.cli.adapters import add_lora
 from hope_hf.plan import StepOptions, plan_running
 from hope_hf.plan.launch import read_launch_file
 from hope_hf.plan.memory import memory
-from hope_hf.plan.shapes import shapes_of
+from hope_hf.plan.shapes import meta_model, shapes_of
 from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.fsdp1 import FSDP1
@@ -92,7 +93,8 @@ def test_blocks_that_the_launch_file_recomputes_are_planned(named):
     launch = fsdp(FSDP2, activation_checkpointing=True, **SHARDED).launch()
     config, step = HopeConfig.from_preset("tiny"), StepOptions(1, 256, checkpointing=named)
     blocks = StepOptions(1, 256, checkpointing="block")
-    same = plan_running(config, launch, step, 8) == plan_running(config, launch, blocks, 8)
+    model = meta_model(config)
+    same = plan_running(model, launch, step, 8) == plan_running(model, launch, blocks, 8)
     assert launch.checkpointing and same is (named == "none")
 
 
@@ -101,14 +103,31 @@ def test_sizes_are_those_of_the_whole_model():
     config = HopeConfig.from_preset("pilot", level_intermediate_sizes=[1128, 1128], level_periods=[4096, 16_384])
     step = StepOptions(batch_size=2, block_size=512)
     sharded, replicas = (RUNNING[name]().launch() for name in ("fsdp2", "ddp"))
-    planned, shapes = plan_running(config, sharded, step, per_node=8), shapes_of(config)
+    model = meta_model(config)
+    planned, shapes = plan_running(model, sharded, step, per_node=8), shapes_of(config)
     assert planned.weights == 4 * shapes.count and planned.is_shared_out
     assert 8 * shapes.count < planned.optimizer < 12 * shapes.count
     assert planned.peak == memory(config, shapes, sharded, step, 8).peak
-    assert planned.peak < plan_running(config, replicas, step, per_node=8).peak
+    assert planned.peak < plan_running(model, replicas, step, per_node=8).peak
     held, reduced = (
-        plan_running(config, sharded, StepOptions(2, 512, accumulation=4, sync_each_batch=sync), per_node=8)
+        plan_running(model, sharded, StepOptions(2, 512, accumulation=4, sync_each_batch=sync), per_node=8)
         for sync in (False, True)
     )
     assert held.whole_gradients == 4 * shapes.count and reduced.whole_gradients == 0
     assert reduced.peak < held.peak
+
+
+def test_frozen_weights_have_no_gradient_and_no_state_of_the_optimizer():
+    model = HopeForCausalLM(HopeConfig.from_preset("tiny", level_periods=[1]))
+    launch, step = RUNNING["ddp"]().launch(), StepOptions(batch_size=2, block_size=64)
+    whole, of_model = plan_running(model, launch, step, per_node=1), model.num_parameters()
+    add_lora(model, rank=2, alpha=4, base="base")
+    planned = plan_running(model, launch, step, per_node=1)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert 0 < trained < of_model / 10
+    assert (planned.saved, planned.weights) == (4 * trained, 4 * (of_model + trained))
+    assert (whole.optimizer, planned.optimizer) == (8 * of_model, 8 * trained)
+    # A run of frozen weights keeps fewer activations than are counted.
+    assert planned.is_estimate and not whole.is_estimate
+    # Gradients, their copies in buckets and Adam's moments of all weights, against the matrices of LoRA.
+    assert whole.peak - planned.peak > 12 * (of_model - trained) - 4 * trained

@@ -27,7 +27,7 @@ FACTS = Facts(
     free=FreeMemory(device=80 * GIB, host=100 * GIB, disk=100 * GIB),
     sizes=Planned(
         peak=40 * GIB, is_estimate=False, weights=4 * GIB, optimizer=8 * GIB, offloaded=0, is_shared_out=True,
-        whole_gradients=0,
+        whole_gradients=0, saved=4 * GIB,
     ),  # fmt: skip
     text=Text(rows=1000, rows_per_step=64, validation_rows=10, description="books"),
     in_use=False,
@@ -78,6 +78,12 @@ CASES = [
     ("disk", {"disk": 39 * GIB, "step": 19}, "ok", "need 16.00 GiB more"),
     ("disk", {"disk": 39 * GIB, "save_only_model": True}, "ok", "3 checkpoint(s) of 4.00 GiB"),
     ("disk", {"disk": 100 * GIB, "save_total_limit": 9}, "fail", "10 checkpoint(s)"),
+    ("disk", {"disk": 40 * GIB, "save_total_limit": 1}, "ok", "2 checkpoint(s) of 12.00 GiB"),
+    ("disk", {"disk": 0}, "fail", "0.00 GiB free"),
+    ("disk", {"disk": 0, "held": 99 * GIB, "saved": 0}, "ok", "need 0.00 GiB more, 0.00 GiB free"),
+    ("disk", {"disk": None}, "warn", "does not say what is free"),
+    # A LoRA of 1 GiB beside 4 GiB of weights.
+    ("disk", {"disk": 40 * GIB, "saved": GIB}, "ok", "of 9.00 GiB and the weights need 28.00 GiB more"),
     ("disk", {"unwritable": "Invalid argument"}, "fail", "runs/x takes no checkpoint (Invalid argument)"),
     # Four processes build the model of 4 GiB.
     ("host", {"host": 18 * GIB}, "ok", "needs 16.00 GiB of 18.00 GiB"),

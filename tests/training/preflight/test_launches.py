@@ -52,7 +52,7 @@ def test_a_check_that_fails_on_one_process_names_it_and_ends_all(corpus, tmp_pat
         "from hope_hf.training import main\n"
         "from hope_hf.training.preflight import facts\n"
         "if os.environ['RANK'] == '1':\n"
-        "    facts.shutil.disk_usage = lambda path: __import__('types').SimpleNamespace(free=2**10)\n"
+        "    facts.shutil.disk_usage = lambda path: __import__('types').SimpleNamespace(total=2**20, free=2**10)\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "HOME": str(tmp_path)}
