@@ -121,7 +121,8 @@ class ChatTemplate:
 
     def _break(self, value: object) -> object:
         if isinstance(value, str):
-            text = value.translate(_OURS)
+            # Half of a surrogate pair is not a character.
+            text = value.encode(errors="replace").decode().translate(_OURS)
             return self._spelled.sub(lambda found: _BREAK.join(found[0]), text)
         if isinstance(value, list):
             return [self._break(part) for part in value]

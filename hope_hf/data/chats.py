@@ -48,7 +48,8 @@ def chat_text(value: object, tools: object = None, template: ChatTemplate | None
             template.filled(chat)
         except ValueError as error:
             raise BadChat(f"has a chat on which the tokenizer's chat template fails ({error})") from error
-    return json.dumps(chat.messages if chat.tools is None else chat._asdict())
+    # A table may hold dates and the like beside what is said.
+    return json.dumps(chat.messages if chat.tools is None else chat._asdict(), default=str)
 
 
 def _message(message: dict, template: str) -> dict:

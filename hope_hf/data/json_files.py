@@ -1,7 +1,7 @@
 """The rows of a JSON file: objects one after another, a list of objects or strings, or columns as pandas writes them.
 
 Objects one after another are read a few megabytes at a time, the other forms as a whole. Where bad rows are skipped,
-every line is a row.
+every line is a row, unless the first object takes several.
 """
 
 import io
@@ -149,10 +149,31 @@ def _rows_or_none(path: str) -> Iterator[dict | None]:
     try:
         rows, is_whole = _first_rows(path, lambda row: row if isinstance(row, dict) else None)
     except (ValueError, TypeError, RecursionError):
-        is_whole = False
+        rows, is_whole = [], False
     if is_whole:
         yield from rows
         return
+    if rows and _takes_lines(path):
+        with open_text(path) as file:
+            for row, _ in _objects(file.read()):
+                yield row
+        return
+    yield from _rows_of_lines(path)
+
+
+def _takes_lines(path: str) -> bool:
+    """Whether the first object of a file takes several lines."""
+    if next(_rows_of_lines(path)) is not None:
+        return False
+    with open_text(path) as file:
+        text = file.read()
+    begin = _SPACE.match(text).end()
+    _, end = json.JSONDecoder().raw_decode(text, begin)
+    return "\n" in text[begin:end]
+
+
+def _rows_of_lines(path: str) -> Iterator[dict | None]:
+    """The object of every line; None for one that is none."""
     with open_bytes(path) as file:
         for number, line in enumerate(file):
             if line.isspace():
@@ -202,19 +223,29 @@ def _first_rows(path: str, row_of: Callable = _object) -> tuple[list, bool]:
 
 def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
     """The objects at the beginning of some bytes, at most `most`, and whether nothing follows them."""
-    text, rows, decoder = head.decode("utf-8-sig", errors="replace"), [], json.JSONDecoder()
-    place = _SPACE.match(text).end()
-    while place < len(text) and len(rows) < most:
-        try:
-            row, place = decoder.raw_decode(text, place)
-        except ValueError:
-            if not rows:
-                raise
-            # The object is cut off or invalid; reading the file will show which.
-            return rows, False
-        rows.append(_object(row))
-        place = _SPACE.match(text, place).end()
-    return rows, place == len(text)
+    objects = _objects(head.decode("utf-8-sig", errors="replace"))
+    rows, are_all = [], True
+    try:
+        for row, are_all in islice(objects, most):
+            rows.append(row)
+    except ValueError:
+        if not rows:
+            raise
+        # The object is cut off or invalid; reading the file will show which.
+        return rows, False
+    return rows, are_all
+
+
+def _objects(text: str) -> Iterator[tuple[dict, bool]]:
+    """The objects of a text, one after another, and whether it is the last one.
+
+    Raises ValueError for what is no JSON, TypeError for another value.
+    """
+    decoder, place = json.JSONDecoder(), _SPACE.match(text).end()
+    while place < len(text):
+        row, end = decoder.raw_decode(text, place)
+        place = _SPACE.match(text, end).end()
+        yield _object(row), place == len(text)
 
 
 def _strings(rows: list[dict], column: str) -> pa.Array:

@@ -1,5 +1,6 @@
 """Chats: their files, the two ways to find the assistant's tokens, and the batches made of them."""
 
+import datetime
 import json
 import warnings
 from pathlib import Path
@@ -136,6 +137,27 @@ def test_a_file_of_one_chat_is_no_table_of_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHATS[0]}) + "\n")
     (text,) = load_files([str(tmp_path / "a.jsonl")], "--train_file", chats=True)["text"]
     assert text == chat_text(CHATS[0])
+
+
+@pytest.mark.parametrize("on_bad_rows", ["error", "skip"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_chats_that_take_several_lines_are_read(tmp_path, count, on_bad_rows):
+    written = [json.dumps({"id": "x", "messages": chat}, indent=2) for chat in CHATS[:count]]
+    (tmp_path / "a.json").write_text("\n".join(written) + "\n")
+    found = load_files([str(tmp_path / "a.json")], "--train_file", chats=True, on_bad_rows=on_bad_rows)
+    assert found["text"][:] == list(map(chat_text, CHATS[:count]))
+
+
+def test_half_of_a_surrogate_pair_in_a_chat_is_no_character(tokenizer):
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    chat = [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b\udc00c"}]
+    (tokens,) = make_chat_encoder(tokenizer)([chat_text(chat)])
+    assert learned(tokenizer, tokens) == ["b?c<|endoftext|>"]
+
+
+def test_dates_beside_what_is_said_are_no_mistake():
+    chat = [{"role": "assistant", "content": "b", "at": datetime.date(2026, 1, 2)}]
+    assert json.loads(chat_text(chat))[0]["at"] == "2026-01-02"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
