@@ -226,8 +226,9 @@ def _decoded(head: bytes, most: int = _ROWS) -> tuple[list[dict], bool]:
     objects = _objects(head.decode("utf-8-sig", errors="replace"))
     rows, are_all = [], True
     try:
-        for row, are_all in islice(objects, most):
+        for row, is_last in islice(objects, most):
             rows.append(row)
+            are_all = is_last
     except ValueError:
         if not rows:
             raise
