@@ -104,15 +104,21 @@ def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:
     return Path(args.output_dir) / Path(checkpoint.path).name
 
 
+def reports_in(output_dir: str | Path) -> list[tuple[int, Path, dict]]:
+    """The step, file and content of each checkpoint's report in the folder, by step."""
+    files = Path(output_dir).glob(f"checkpoint-*/{RESULTS_FILE}")
+    found = {CHECKPOINT.fullmatch(path.parent.name): path for path in files}
+    paths = sorted((int(name[1]), path) for name, path in found.items() if name)
+    return [(step, path, read_report(path, "--output_dir")) for step, path in paths]
+
+
 def draw_history(output_dir: str) -> list[Path]:
     """Draw `over_tokens_<suite>.png` of all reports in the folder and write their numbers; returns the pictures.
 
     The horizontal axis is steps where a checkpoint's tokens are not known. Raises ValueError for a failing write.
     """
     folder = Path(output_dir)
-    found = {CHECKPOINT.fullmatch(path.parent.name): path for path in folder.glob(f"checkpoint-*/{RESULTS_FILE}")}
-    paths = sorted((int(name[1]), path) for name, path in found.items() if name)
-    reports = [(step, read_report(path, "--output_dir")) for step, path in paths]
+    reports = [(step, record) for step, _, record in reports_in(folder)]
     places = [{"step": step, "tokens": (record["model"] or {}).get("tokens")} for step, record in reports]
     unit = "step" if any(place["tokens"] is None for place in places) else "tokens"
     # suite -> panel -> curve -> points

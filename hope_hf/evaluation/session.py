@@ -36,7 +36,7 @@ from .result import CannotRun, SuiteResult, numbers
 from .saved_reports import run_name
 from .subject import Subject, load_subject
 from .suites import SUITES, with_own_tasks
-from .tracking import Trackers
+from .tracking import Sent, Trackers, sent_before
 
 
 def begin(args: Arguments) -> int:
@@ -108,6 +108,7 @@ def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) ->
     check_output(args.output_dir, "--output_dir")
     todo = [checkpoint for checkpoint in checkpoints if not is_done(args, checkpoint)]
     _say(f"{len(checkpoints)} checkpoints, {len(todo)} of them without a report.")
+    trackers.before = sent_before(args.output_dir, todo)
     status = 0
     for checkpoint in todo:
         _say(f"\n# {checkpoint.path}")
@@ -167,7 +168,7 @@ def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | No
         if report.folder:
             print(f"Report: {report.write()}")
             checkpoint = as_checkpoint(args.model_name_or_path or "")
-            trackers.log(numbers(report.record["results"]), report.pictures, checkpoint)
+            trackers.log(Sent(numbers(report.record["results"]), report.pictures, checkpoint))
     except ValueError as error:
         return complain(error, 1)
     return 0

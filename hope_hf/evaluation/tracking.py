@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,9 +11,9 @@ from hope_hf.cli.parser import nearest
 from hope_hf.cli.process import one_line
 from hope_hf.cli.results import without_arguments
 
-from .checkpoints import Checkpoint
+from .checkpoints import Checkpoint, reports_in
 from .flags import names
-from .result import Key, Number
+from .result import Key, Number, numbers
 
 
 def tracker_names(report_to: str) -> list[str]:
@@ -25,25 +27,52 @@ def tracker_names(report_to: str) -> list[str]:
     return asked
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What trackers get of one report."""
+
+    found: dict[Key, Number]
+    pictures: list[Path]
+    checkpoint: Checkpoint
+
+
+def sent_before(folder: str, todo: Sequence[Checkpoint]) -> list[Sent]:
+    """What the reports in a folder sent, without those of the checkpoints `todo`."""
+    again = {Path(checkpoint.path).name for checkpoint in todo}
+    found = []
+    for step, path, record in reports_in(folder):
+        if path.parent.name not in again:
+            pictures = [path.parent / file for files in record["pictures"].values() for file in files]
+            checkpoint = Checkpoint(str(path.parent), step, (record["model"] or {}).get("tokens"))
+            found.append(Sent(numbers(record["results"]), pictures, checkpoint))
+    return found
+
+
 class Trackers:
-    """Sends reports to the trackers of `--report_to`, which start with the first report; a context manager."""
+    """Sends reports to the trackers of `--report_to`, which start with the first report; a context manager.
+
+    Attributes:
+        before: what the folder's reports sent, for trackers that would show it twice or not at all; None if the
+            folder's reports are not all known.
+    """
 
     def __init__(self, report_to: str, run: str, folder: str | None):
         """`run`: the run's name. `folder`: holds their files; later evaluations into it continue the run."""
         self._names, self._run, self._folder = tracker_names(report_to), run, folder
         self._open = {}
+        self.before: list[Sent] | None = None
 
     def __enter__(self):
         return self
 
-    def log(self, found: dict[Key, Number], pictures: list[Path], checkpoint: Checkpoint):
+    def log(self, sent: Sent):
         """Send one report; raises ValueError if a tracker fails."""
         for name in self._names:
             # Every tracker has its own error types: not logged in, no network, no space.
             try:
                 if name not in self._open:
-                    self._open[name] = KINDS[name](self._run, self._folder)
-                self._open[name].log(found, pictures, checkpoint)
+                    self._open[name] = KINDS[name](self._run, self._folder, self.before)
+                self._open[name].log(sent)
             except Exception as error:
                 raise ValueError(f"--report_to {name} failed: {one_line(error)}") from error
 
@@ -54,41 +83,49 @@ class Trackers:
 
 
 class _Wandb:
-    def __init__(self, run: str, folder: str):
+    def __init__(self, run: str, folder: str, before: list[Sent] | None):
         import wandb
 
-        options = {}
-        if os.environ.get("WANDB_MODE") != "offline":
-            identity = hashlib.sha256(os.path.abspath(folder).encode()).hexdigest()[:16]
-            options = {"id": identity, "resume": "allow"}
+        options = {"id": hashlib.sha256(os.path.abspath(folder).encode()).hexdigest()[:16]}
+        offline = os.environ.get("WANDB_MODE") in OFFLINE
+        if not offline:
+            options["resume"] = "allow"
         project = os.environ.get("WANDB_PROJECT", "hope_hf")
         with without_arguments():
             self._run = wandb.init(project=project, name=f"{run}-eval", job_type="eval", dir=folder, **options)
         # Checkpoints may be evaluated in any order.
         self._run.define_metric("*", step_metric="tokens")
         self._image = wandb.Image
+        # Offline every evaluation writes a run of its own: the last one holds all.
+        if offline:
+            for sent in before or ():
+                self.log(sent)
 
-    def log(self, found: dict[Key, Number], pictures: list[Path], checkpoint: Checkpoint):
-        row = {str(key): number.value for key, number in found.items()}
-        row |= {f"{key}_stderr": number.stderr for key, number in found.items() if number.stderr is not None}
-        row |= {path.stem: self._image(str(path)) for path in pictures}
-        self._run.log(row | {"tokens": checkpoint.tokens or 0, "step": checkpoint.step or 0})
+    def log(self, sent: Sent):
+        row = {str(key): number.value for key, number in sent.found.items()}
+        row |= {f"{key}_stderr": number.stderr for key, number in sent.found.items() if number.stderr is not None}
+        row |= {path.stem: self._image(str(path)) for path in sent.pictures}
+        self._run.log(row | {"tokens": sent.checkpoint.tokens or 0, "step": sent.checkpoint.step or 0})
 
     def close(self):
         self._run.finish()
 
 
 class _TensorBoard:
-    def __init__(self, run: str, folder: str):
+    def __init__(self, run: str, folder: str, before: list[Sent] | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"))
+        # All that older files hold is left out, and logged again: a suite that failed halfway would be there twice.
+        purge = None if before is None else 0
+        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"), purge_step=purge)
+        for sent in before or ():
+            self.log(sent)
 
-    def log(self, found: dict[Key, Number], pictures: list[Path], checkpoint: Checkpoint):
-        at = checkpoint.tokens or checkpoint.step or 0
-        for key, number in found.items():
+    def log(self, sent: Sent):
+        at = sent.checkpoint.tokens or sent.checkpoint.step or 0
+        for key, number in sent.found.items():
             self._writer.add_scalar(str(key), number.value, at)
-        for path in pictures:
+        for path in sent.pictures:
             # Pictures exist only if matplotlib is installed.
             from matplotlib.image import imread
 
@@ -98,4 +135,5 @@ class _TensorBoard:
         self._writer.close()
 
 
+OFFLINE = ("offline", "dryrun")
 KINDS = {"wandb": _Wandb, "tensorboard": _TensorBoard}

@@ -191,6 +191,44 @@ def test_trackers_get_the_numbers_and_pictures(run, tmp_path, monkeypatch):
     assert row["needle_passkey"] == ("picture", str(tmp_path / "eval" / "needle_passkey.png"))
 
 
+def test_offline_trackers_hold_every_checkpoint_once(run, tmp_path, monkeypatch):
+    """Evaluated in three launches into one folder, with a report that is made again."""
+    rows, shown = [], []
+
+    class Writer:
+        """TensorBoard leaves out what older files hold from `purge_step` on."""
+
+        def __init__(self, folder: str, purge_step: int | None):
+            assert folder == str(output / "tensorboard")
+            shown[:] = [(name, at) for name, at in shown if purge_step is None or at < purge_step]
+
+        def add_scalar(self, name: str, value: float, at: int):
+            shown.append((name, at))
+
+        def add_image(self, *image, **layout):
+            pass
+
+        def close(self):
+            pass
+
+    def init(**options):
+        rows.append([])
+        return SimpleNamespace(log=rows[-1].append, finish=lambda: None, define_metric=lambda *a, **o: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Image=str))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(tracking, "find_spec", lambda name: True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    output = tmp_path / "eval"
+    flags = ["--output_dir", output, "--report_to", "wandb,tensorboard"]
+    assert evaluate(run, "--checkpoints", "every:5", *flags) == 0
+    assert evaluate(run, "--checkpoints", "every:2", *flags) == 0
+    shutil.rmtree(output / "checkpoint-4")
+    assert evaluate(run, "--checkpoints", "all", *flags) == 0
+    assert [[row["tokens"] for row in launch] for launch in rows] == [[640], [640, 128, 256], [128, 640, 256]]
+    assert sorted(at for name, at in shown if name.endswith("/loss")) == [128, 256, 640]
+
+
 def test_a_tracker_that_fails_is_told_and_the_report_is_kept(run, tmp_path, monkeypatch, capsys):
     def fail(**options):
         raise RuntimeError("no\nlogin")
