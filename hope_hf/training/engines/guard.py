@@ -106,7 +106,11 @@ def lost_process(error: BaseException | None) -> str | None:
 
 def gone(reason: str) -> str:
     """The message for the user if another process has ended, or does not connect."""
-    if re.search("timed? ?out", reason, re.IGNORECASE):
+    if "timed out connecting" in reason:
+        # gloo gives up after a few refusals, long before the timeout.
+        what = "cannot be reached"
+        fix = "if a launcher started killed processes again, end all launchers"
+    elif re.search("timed? ?out", reason, re.IGNORECASE):
         what = "did not come within --ddp_timeout"
         fix = "see what it does (its last line, processes/stacks_rank<N>.txt in --output_dir), or raise --ddp_timeout"
     else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hope_hf.training.engines import guard
-from hope_hf.training.engines.guard import check_devices, check_same_on_all, code_fingerprint, lost_process
+from hope_hf.training.engines.guard import check_devices, check_same_on_all, code_fingerprint, gone, lost_process
 
 
 @pytest.fixture
@@ -167,3 +167,10 @@ def test_neighbours_are_those_of_the_same_machine_and_container(monkeypatch):
 
     monkeypatch.setattr(guard, "gather_object", everyone)
     assert guard.find_neighbours() == [8]
+
+
+def test_an_address_of_a_dead_process_is_not_blamed_on_the_timeout():
+    """gloo's words after a restart whose store still holds the addresses of before."""
+    told = gone("Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused")
+    assert "cannot be reached" in told and "end all launchers, then repeat the command" in told
+    assert "--ddp_timeout" not in told and "--ddp_timeout" in gone("Timed out waiting 1800000ms for recv operation")
