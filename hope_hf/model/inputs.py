@@ -421,6 +421,18 @@ def create_attention_mask(
     )
 
 
+def _counted_positions(hidden_states: torch.Tensor, attention_mask: torch.Tensor | dict | None, cache: Cache | None):
+    """Positions [B or 1, T] of a call that gives none: tokens are counted, and columns where no cache goes on."""
+    length, device = hidden_states.shape[1], hidden_states.device
+    if cache is None:
+        return torch.arange(length, device=device).unsqueeze(0)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        # padding may lie between what the cache has read and this call, as in joined caches
+        real = attention_mask.to(device).ne(0)
+        return (real.cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
+    return (torch.arange(length, device=device) + cache.get_seq_length()).unsqueeze(0)
+
+
 def attention_arguments(
     config: HopeConfig,
     rotary: torch.nn.Module,
@@ -438,7 +450,7 @@ def attention_arguments(
     seen = 0 if cache is None else cache.get_seq_length()
     position_ids = documents.position_ids
     if position_ids is None:
-        position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen).unsqueeze(0)
+        position_ids = _counted_positions(hidden_states, attention_mask, cache)
     check_reach(config, position_ids, seen + hidden_states.shape[1])
     if isinstance(attention_mask, dict):
         mask = attention_mask["attention"]
