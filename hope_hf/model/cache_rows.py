@@ -49,14 +49,18 @@ class CacheRows(Rows):
             The cache, and [B, columns], 0 for padding. The next call takes this mask, continued by its own columns.
 
         Raises:
-            ValueError: there is no cache, or one has read nothing or is of another model.
+            ValueError: there is no cache, one has read nothing or is of another model, or a mask has another shape.
         """
         lengths = [int(cache.get_seq_length()) for cache in caches]
         if not lengths or not min(lengths):
             raise ValueError("joined takes caches that have read a text: give at least one, and none that is empty")
         columns = max(lengths)
         parts = [cache._behind_padding(columns - length) for cache, length in zip(caches, lengths, strict=True)]
-        masks = attention_masks or [torch.ones(cache.num_sequences, cache.get_seq_length()).long() for cache in caches]
+        needed = [(cache.num_sequences, length) for cache, length in zip(caches, lengths, strict=True)]
+        masks = attention_masks or [torch.ones(shape).long() for shape in needed]
+        shapes = [tuple(own.shape) for own in masks]
+        if shapes != needed:
+            raise ValueError(f"attention_masks have the shapes {shapes}, and {needed} are needed: rows, tokens read")
         mask = torch.cat([F.pad(own, (columns - own.shape[1], 0)) for own in masks])
         return parts[0].join(parts, torch.arange(len(mask))), mask
 

@@ -84,6 +84,9 @@ def test_what_cannot_be_joined_or_split_is_refused(tiny_model):
             HopeCache.joined(wrong)
     with pytest.raises(ValueError, match="join those of one model"):
         HopeCache.joined(caches)
+    for masks in ([torch.ones(1, 3)], [torch.ones(1, 17)] * 2):
+        with pytest.raises(ValueError, match=r"\[\(1, 17\)\] are needed"):
+            HopeCache.joined(caches[:1], masks)
     with pytest.raises(ValueError, match=r"\(1, 3\), and \(1, 17\) is needed"):
         caches[0].split(torch.ones(1, 3))
 
