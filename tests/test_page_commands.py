@@ -183,7 +183,7 @@ def test_every_command_about_going_on_trains(folder, monkeypatch, capsys):
     sweep = re.search(r"for (\w+) in (.+?); do (.+?); done", (ROOT / "docs/running.md").read_text(encoding="utf-8"))
     loop = [sweep[3].replace(f"${sweep[1]}", value) + " --max_train_steps 200" for value in sweep[2].split()]
     commands = commands_of("docs/continue.md")
-    assert len(commands) == 11 and len(loop) == 3
+    assert len(commands) == 12 and len(loop) == 3
     for name in ("book.txt", "more.txt"):
         Path(name).write_text(f"{name} is a text. " * 99)
     for command in commands + loop:
