@@ -20,13 +20,19 @@ def assert_equal_logits(theirs, ours, tolerance=0.0):
     ids = random_ids(2, 100)
     mask = torch.ones_like(ids)
     mask[1, :40] = 0
-    for given in (None, mask):
-        expected, found = (model(ids, attention_mask=given).logits for model in (theirs, ours))
+    # Without positions a Llama counts columns, and HOPE tokens: alike but for the rounding of angles.
+    of_tokens = (mask.cumsum(1) - 1).clamp(min=0)
+    for given, positions in ((None, None), (mask, of_tokens)):
+        expected, found = (
+            model(ids, attention_mask=given, position_ids=positions).logits for model in (theirs, ours)
+        )
         if given is not None:
             expected, found = (logits[given.bool()] for logits in (expected, found))
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
         assert found.std() > 0.1
+    without = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (theirs, ours)]
+    torch.testing.assert_close(*without, rtol=0, atol=TOLERANCE)
     options = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=63)
     tokens = (model.generate(ids, attention_mask=mask, **options) for model in (theirs, ours))
     assert torch.equal(*tokens)
