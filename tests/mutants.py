@@ -247,14 +247,14 @@ MUTANTS = [
         "data/packing.py",
         "begins[row, block.starts] = True",
         "begins[row, block.starts[1:]] = True",
-        "tests/data",
+        "tests/data/test_packing.py",
     ),
     Mutant(
         "tokens that are not learned are predicted",
         "data/packing.py",
         "labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, IGNORED)",
         "labels[row, : len(block.tokens)] = torch.where(predicted, block.tokens, ~block.tokens)",
-        "tests/data",
+        "tests/data/test_chats.py",
     ),
     Mutant(
         "a resume one row late",
@@ -268,7 +268,7 @@ MUTANTS = [
         "data/order.py",
         "nth += epoch * self.shares[corpus] + self._before[window, corpus]",
         "nth += self._before[window, corpus]",
-        "tests/data tests/training/test_mixtures.py",
+        "tests/data/test_order.py",
     ),
     # the run
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = [
         "training/checkpoints/manifest.py",
         "[: max(0, save_total_limit - 1)]",
         "[:save_total_limit]",
-        "tests/training/checkpoints",
+        "tests/training/checkpoints/test_manifest.py",
     ),
     Mutant(
         "a warm-up that jumps to its peak",

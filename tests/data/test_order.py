@@ -50,6 +50,12 @@ def test_a_small_corpus_of_a_large_weight_is_read_again_before_any_block_twice()
     assert len(set(map(tuple, rounds))) == len(rounds)
 
 
+def test_a_large_corpus_of_a_small_weight_goes_on_in_the_next_epoch():
+    order = Mixed([8, 8], [3, 1], seed=0)
+    read = [place for place in map(order, range(2 * len(order))) if place >= 8]
+    assert sorted(read) == list(range(8, 16))
+
+
 def test_a_place_does_not_depend_on_what_was_read_before():
     whole = [Mixed(COUNTS, [2, 1, 1], seed=4)(place) for place in range(900)]
     order = Mixed(COUNTS, [2, 1, 1], seed=4)

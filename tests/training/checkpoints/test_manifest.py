@@ -14,7 +14,7 @@ from checkpoint_run import Run, forge, names, truncate
 from safetensors.torch import load_file, save_file
 
 from hope_hf.evaluation.checkpoints import as_checkpoint
-from hope_hf.training.checkpoints.manifest import describe, latest_checkpoint, verify
+from hope_hf.training.checkpoints.manifest import describe, latest_checkpoint, rotate, verify
 from hope_hf.training.checkpoints.reader import find_checkpoint
 from hope_hf.training.checkpoints.tool import main
 from hope_hf.training.checkpoints.weights import load_weights
@@ -215,6 +215,15 @@ def test_choosing(output_dir, tmp_path):
         find_checkpoint(tmp_path / "nothing", "latest")
     with pytest.raises(ValueError, match="checkpoint-9 is not a folder"):
         find_checkpoint(output_dir, str(output_dir / "checkpoint-9"))
+
+
+def test_rotation_keeps_as_many_as_the_limit_says(output_dir):
+    newest = output_dir / "checkpoint-5"
+    mark = verify(newest).facts.get("run", "")
+    rotate(output_dir, newest, mark, save_total_limit=2)
+    assert (output_dir / "checkpoint-3").is_dir()
+    rotate(output_dir, newest, mark, save_total_limit=1)
+    assert not (output_dir / "checkpoint-3").exists() and newest.is_dir()
 
 
 def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again_by_itself(output_dir):
