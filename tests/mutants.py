@@ -312,7 +312,7 @@ MUTANTS = [
         "frozen.py",
         "mixed = math.log(len(totals)) - (-totals).logsumexp(0)",
         "mixed = -(-totals).logsumexp(0)",
-        "tests/test_frozen.py",
+        "tests/test_frozen_memories.py tests/evaluation/test_perplexity.py",
     ),
     Mutant(
         "a memory file of another model",
