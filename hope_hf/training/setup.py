@@ -28,7 +28,7 @@ from hope_hf.step.defaults import VOCAB_SIZE, default_lines
 from hope_hf.step.gpus import GIB
 from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
-from .checkpoints.reader import SavedRun
+from .checkpoints.reader import SavedRun, other_run
 from .checkpoints.state_files import not_of_a_run, read_json
 from .engines.base import Engine
 from .engines.placement import device_name
@@ -146,8 +146,7 @@ def build_all(args: Arguments, engine: Engine, saved: SavedRun | None, finished:
 
 def reads_anew(args: Arguments, saved: SavedRun) -> bool:
     """Whether the text is read from its first row on, by a run that begins from another one's checkpoint."""
-    is_own = saved.path.resolve().is_relative_to(Path(args.output_dir).resolve())
-    return args.ignore_data_skip and not is_own
+    return args.ignore_data_skip and other_run(args.output_dir, str(saved.path)) is not None
 
 
 def _saved_config(file: Path, kind: type):
