@@ -32,8 +32,8 @@ import benchmarks.quality.peers  # noqa: F401  registers its models
 from benchmarks.quality.models import SPARSE, fields_of_model
 from benchmarks.quality.program import finish
 from benchmarks.quality.results import append, origin, read_rows
-from hope_hf.cli.process import set_up_cpu
-from hope_hf.cli.results import provenance
+from hope_hf.common.process import set_up_cpu
+from hope_hf.common.results import provenance
 from hope_hf.evaluation.flags import Arguments
 from hope_hf.evaluation.synthetic.model import small_model
 from hope_hf.evaluation.synthetic.suite import synthetic

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from hope_hf import CACHE_NAME
-from hope_hf.step.objective import can_skip_logits, summed_loss
+from hope_hf.common.objective import can_skip_logits, summed_loss
 
 # Operators that only return a view of a tensor, or allocate one.
 VIEWS = frozenset(

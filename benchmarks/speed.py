@@ -68,12 +68,12 @@ from benchmarks.measuring import (
 from benchmarks.quality.models import HOPE, LLAMA, LLAMA_CONV, RECURRENT_PEERS, SIZES, build
 from benchmarks.speed_report import MEASURES, report
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
+from hope_hf.common.flops import flops_per_token
+from hope_hf.common.gpus import peak_flops
+from hope_hf.common.recompute import parse_recomputed, recompute_activations
 from hope_hf.model.inputs import Documents
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import simulate
-from hope_hf.step.flops import flops_per_token
-from hope_hf.step.gpus import peak_flops
-from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 MIB = 2**20
 WIDTH, LAYERS = 256, 4

@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from hope_hf.cli.results import architecture, plain_number
+from hope_hf.common.results import architecture, plain_number
 
 MEASURES = {
     "step": "s", "speed": "tokens/s", "mfu": "%", "prefill": "s", "token": "ms", "cache": "MiB", "peak": "MiB",

@@ -32,7 +32,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hope_hf.cli.files import PROCESSES
+from hope_hf.common.files import PROCESSES
 from hope_hf.plan.launch import Launch
 from hope_hf.plan.parsing import parse
 from hope_hf.plan.verdict import Setting, settings

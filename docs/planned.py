@@ -14,6 +14,8 @@ import yaml
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hope_hf import PRESETS, HopeConfig
+from hope_hf.common.gpus import GIB
+from hope_hf.common.recompute import Recomputed
 from hope_hf.plan.activations import activations
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.memory import Bytes, Memory, memory, state_bytes
@@ -21,8 +23,6 @@ from hope_hf.plan.parsing import Question, parse
 from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.traffic import traffic
 from hope_hf.plan.verdict import settings, verdict
-from hope_hf.step.gpus import GIB
-from hope_hf.step.recompute import Recomputed
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- planned: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

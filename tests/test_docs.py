@@ -16,15 +16,15 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from hope_hf.chat import flags as chat
-from hope_hf.cli import shipped
-from hope_hf.cli.parser import Parser
+from hope_hf.common import shipped
+from hope_hf.common.parser import Parser
+from hope_hf.common.run_arguments import GROUPS as TRAINING_GROUPS
+from hope_hf.common.run_recipe import NO_EFFECT
 from hope_hf.convert import run as convert
 from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation.flags import GROUPS as EVALUATION_GROUPS
 from hope_hf.export import run as export
 from hope_hf.plan import parsing as plan
-from hope_hf.step.arguments import GROUPS as TRAINING_GROUPS
-from hope_hf.step.recipe import NO_EFFECT
 from hope_hf.training.checkpoints import tool
 from hope_hf.training.watch import plot
 

@@ -22,8 +22,9 @@ from hope_hf.chat import flags as chat_flags
 from hope_hf.chat import generate as chat_generate
 from hope_hf.chat import main as chat_main
 from hope_hf.chat import session as chat_session
-from hope_hf.cli import shipped
-from hope_hf.cli.parser import Parser
+from hope_hf.common import shipped
+from hope_hf.common.parser import Parser
+from hope_hf.common.run_arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.convert import folder as convert_folder
 from hope_hf.convert import run as convert_program
 from hope_hf.convert.check import Agreement
@@ -39,7 +40,6 @@ from hope_hf.export import folder as export_folder
 from hope_hf.export import run as export_program
 from hope_hf.plan import main as plan_main
 from hope_hf.plan.parsing import make_parser as make_plan_parser
-from hope_hf.step.arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.training import trainer
 from hope_hf.training.checkpoints import manifest, tool
 from hope_hf.training.watch import plot

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "hope_hf_main.py": {
         "hope_hf", "hope_hf.training", "hope_hf.evaluation", "hope_hf.chat", "hope_hf.plan", "hope_hf.data",
-        "hope_hf.convert", "hope_hf.export", "hope_hf.cli",
+        "hope_hf.convert", "hope_hf.export", "hope_hf.common",
     },
     "hope_hf/__main__.py": {"hope_hf_main"},
     "run_clm.py": {"hope_hf.training"},
@@ -36,42 +36,41 @@ ROOMS = {
     "hope_hf/optim": {"torch", "hope_hf.optim"},
     "hope_hf/data": {
         "torch", "datasets", "transformers", "tokenizers", "numpy", "huggingface_hub", "pyarrow", "tqdm",
-        "hope_hf.cli", "hope_hf.data",
+        "hope_hf.common", "hope_hf.data",
     },
-    "hope_hf/cli": {
-        "torch", "transformers", "datasets", "huggingface_hub", "safetensors", "yaml",
-        "hope_hf.cli", "hope_hf.interrupt",
+    "hope_hf/common": {
+        "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "yaml",
+        "hope_hf.common", "hope_hf.interrupt", "hope_hf.optim",
     },
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {
         "torch", "transformers", "datasets", "numpy", "tqdm", "yaml",
-        "hope_hf", "hope_hf.frozen", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
+        "hope_hf", "hope_hf.frozen", "hope_hf.common", "hope_hf.data", "hope_hf.optim", "hope_hf.evaluation",
     },
-    "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.cli", "hope_hf.export"},
+    "hope_hf/export": {"torch", "transformers", "huggingface_hub", "safetensors", "hope_hf.common", "hope_hf.export"},
     "hope_hf/convert": {
         "torch", "transformers", "accelerate", "huggingface_hub", "numpy", "safetensors", "tokenizers",
-        "hope_hf", "hope_hf.cli", "hope_hf.convert",
+        "hope_hf", "hope_hf.common", "hope_hf.convert",
     },
     "hope_hf/chat": {
-        "torch", "transformers", "tqdm", "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.chat",
+        "torch", "transformers", "tqdm", "hope_hf", "hope_hf.common", "hope_hf.data", "hope_hf.chat",
     },
-    "hope_hf/step": {"torch", "transformers", "accelerate", "hope_hf.cli", "hope_hf.optim", "hope_hf.step"},
     "hope_hf/plan": {
         "torch", "transformers", "accelerate", "yaml",
-        "hope_hf", "hope_hf.cli", "hope_hf.data", "hope_hf.optim", "hope_hf.step", "hope_hf.plan",
+        "hope_hf", "hope_hf.common", "hope_hf.data", "hope_hf.optim", "hope_hf.plan",
     },
     "hope_hf/training": {
         "accelerate", "torch", "transformers", "datasets", "huggingface_hub", "numpy", "safetensors", "yaml", "tqdm",
-        "hope_hf", "hope_hf.cli", "hope_hf.interrupt", "hope_hf.optim", "hope_hf.data", "hope_hf.export",
-        "hope_hf.step", "hope_hf.plan", "hope_hf.training",
+        "hope_hf", "hope_hf.common", "hope_hf.interrupt", "hope_hf.optim", "hope_hf.data", "hope_hf.export",
+        "hope_hf.plan", "hope_hf.training",
     },
 }  # fmt: skip
 
 # The rooms by floor: each imports from lower floors and itself alone, so no imports go round in a circle.
 FLOORS = (
     {"hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
-    {"hope_hf/cli", "hope_hf/frozen.py"},
-    {"hope_hf/__init__.py", "hope_hf/data", "hope_hf/export", "hope_hf/step"},
+    {"hope_hf/common", "hope_hf/frozen.py"},
+    {"hope_hf/__init__.py", "hope_hf/data", "hope_hf/export"},
     {"hope_hf/chat", "hope_hf/convert", "hope_hf/evaluation", "hope_hf/plan"},
     {"hope_hf/training", "run_eval.py"},
     {"run_clm.py", "hope_hf_main.py"},
@@ -79,9 +78,9 @@ FLOORS = (
 )
 
 # Slow to import or not always installed: only inside functions, and only of these rooms.
-LAZY_ROOMS = {"hope_hf/cli", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
+LAZY_ROOMS = {"hope_hf/common", "hope_hf/training", "hope_hf/evaluation", "hope_hf/plan"}
 LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "deepspeed"), LAZY_ROOMS)
-LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}, "peft": {"hope_hf/cli"}}
+LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}, "peft": {"hope_hf/common"}}
 
 PUBLIC = [
     "CACHE_NAME", "PRESETS", "FrozenMixture", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
@@ -355,17 +354,17 @@ BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/training/x.py", "import scipy"),
     (imports_only_what_its_room_may, "hope_hf/__init__.py", "from .training import main"),
     (imports_only_what_its_room_may, "hope_hf/export/x.py", "from hope_hf.training import main"),
-    (imports_only_what_its_room_may, "hope_hf/step/x.py", "from hope_hf.data import Data"),
+    (imports_only_what_its_room_may, "hope_hf/common/x.py", "from hope_hf.data import Data"),
     (imports_only_what_its_room_may, "run_clm.py", "import torch"),
-    (imports_only_lower_floors, "hope_hf/step/x.py", "from hope_hf.plan import StepOptions"),
+    (imports_only_lower_floors, "hope_hf/common/x.py", "from hope_hf.plan import StepOptions"),
     (imports_only_lower_floors, "hope_hf/plan/x.py", "def f():\n    from hope_hf.training import main"),
     (imports_only_lower_floors, "hope_hf/training/x.py", "from run_clm import main"),
     (imports_only_lower_floors, "hope_hf/model/x.py", "import hope_hf"),
-    (imports_only_lower_floors, "hope_hf/cli/x.py", "from ..data import Data"),
+    (imports_only_lower_floors, "hope_hf/common/x.py", "from ..data import Data"),
     (imports_the_faces_of_other_rooms, "hope_hf/evaluation/x.py", "from hope_hf.data.files import find_files"),
     (imports_the_faces_of_other_rooms, "hope_hf/training/x.py", "from hope_hf.plan.memory import memory"),
     (imports_only_what_its_room_may, "hope_hf/plan/x.py", "from hope_hf.training import main"),
-    (imports_only_what_its_room_may, "hope_hf/step/x.py", "def f():\n    from hope_hf.training import main"),
+    (imports_only_what_its_room_may, "hope_hf/common/x.py", "def f():\n    from hope_hf.training import main"),
     (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
     (imports_heavy_packages_late, "hope_hf/model/x.py", "import triton"),
@@ -413,7 +412,7 @@ def test_every_rule_can_be_broken(rule, file, source):
         ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LearnedRates"),
         ("hope_hf/training/x.py", "from hope_hf import HopeCache\nfrom hope_hf.data import Data\nfrom .run import f"),
         ("hope_hf/training/x.py", "def plot():\n    from matplotlib.figure import Figure"),
-        ("hope_hf/training/x.py", "from hope_hf.plan import plan_running\nfrom hope_hf.step.objective import IGNORED"),
+        ("hope_hf/training/x.py", "from hope_hf.plan import plan_running\nfrom hope_hf.common.flops import f"),
         ("hope_hf/training/x.py", "import hope_hf\nhope_hf.HopeConfig\ntorch.load(path, weights_only=True)"),
         ("run_clm.py", "import sys\nfrom hope_hf.training import main"),
     ],

@@ -43,8 +43,8 @@ from benchmarks import speed
 from benchmarks.gpu.run import MARK
 from benchmarks.measuring import Decoder, append_row, first_line, halved, in_turn, seconds, train_step
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.results import provenance
-from hope_hf.step.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.results import provenance
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

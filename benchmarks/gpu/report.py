@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.speed_report import draw, number, table
-from hope_hf.cli.results import can_draw
+from hope_hf.common.results import can_draw
 
 
 def read(file: Path) -> list[dict]:

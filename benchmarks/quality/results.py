@@ -93,7 +93,7 @@ def append(path: Path, row: dict):
 
 
 def origin(facts: dict) -> dict:
-    """The fields of a row that say where it comes from; `facts`: what `hope_hf.cli.results.provenance` gives."""
+    """The fields of a row that say where it comes from; `facts`: what `hope_hf.common.results.provenance` gives."""
     return {
         "commit": facts["git"]["commit"],
         "modified": facts["git"]["modified"],

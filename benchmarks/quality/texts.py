@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text
+from hope_hf.common.files import replace_text
 from hope_hf.data.documents import corpus_documents, split_documents
 from hope_hf.data.vocabulary import save_tokenizer, train_tokenizer
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import speed_report  # noqa: E402
 from benchmarks.levels.report import table as levels_table  # noqa: E402
-from hope_hf.cli.results import architecture  # noqa: E402
+from hope_hf.common.results import architecture  # noqa: E402
 
 PAGE = ROOT / "docs/results.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hope_hf.cli.flags import DEVICE, LONGEST, SEED, THREADS, Checked, check_output, flag
-from hope_hf.cli.parser import Parser, named_flags
+from hope_hf.common.flags import DEVICE, LONGEST, SEED, THREADS, Checked, check_output, flag
+from hope_hf.common.parser import Parser, named_flags
 
 EXAMPLE = "hope-hf chat converted --learn --file book.txt --memory memories/book"
 # What `--help` shows for the values of flags.

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
-from hope_hf.cli.files import read_object, read_small, replace_text, write_errors
-from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
-from hope_hf.cli.process import warn_once
+from hope_hf.common.files import read_object, read_small, replace_text, write_errors
+from hope_hf.common.folder_lock import LOCK_FILE, FolderLock
+from hope_hf.common.process import warn_once
 
 from .conversation import Conversation, Place
 

@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from hope_hf import HopeCache
-from hope_hf.cli.files import read_small
-from hope_hf.cli.process import one_line
-from hope_hf.cli.program import LOG_SECONDS, LogLines
-from hope_hf.cli.results import Row, markdown_table
+from hope_hf.common.files import read_small
+from hope_hf.common.process import one_line
+from hope_hf.common.program import LOG_SECONDS, LogLines
+from hope_hf.common.results import Row, markdown_table
 
 from .conversation import Conversation, Place
 

@@ -8,11 +8,11 @@ import torch
 import transformers
 
 from hope_hf import LevelLearning
-from hope_hf.cli.flags import ModelArguments
-from hope_hf.cli.models import is_hope, load_config
-from hope_hf.cli.process import choose_device, set_up_cpu
-from hope_hf.cli.program import printed, program
-from hope_hf.cli.weights import load_model
+from hope_hf.common.flags import ModelArguments
+from hope_hf.common.models import is_hope, load_config
+from hope_hf.common.process import choose_device, set_up_cpu
+from hope_hf.common.program import printed, program
+from hope_hf.common.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
 
 from .conversation import Conversation, Place

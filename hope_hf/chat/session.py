@@ -4,9 +4,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from hope_hf.cli.files import at_home
-from hope_hf.cli.parser import nearest
-from hope_hf.cli.process import complain
+from hope_hf.common.files import at_home
+from hope_hf.common.parser import nearest
+from hope_hf.common.process import complain
 
 from .conversation import Conversation
 from .flags import Arguments

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, alpha_of, base_of_adapter, require_peft
-from hope_hf.cli.files import copy_rights
-from hope_hf.cli.process import MISTAKES, one_line
-from hope_hf.cli.weights import find_file
+from hope_hf.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, alpha_of, base_of_adapter, require_peft
+from hope_hf.common.files import copy_rights
+from hope_hf.common.process import MISTAKES, one_line
+from hope_hf.common.weights import find_file
 
 from .weights import parts_of
 

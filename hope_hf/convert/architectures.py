@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from transformers import PreTrainedConfig
 
 from hope_hf import HopeConfig
-from hope_hf.cli.process import MISTAKES, one_line
+from hope_hf.common.process import MISTAKES, one_line
 
 # Fields with the same name and the same meaning.
 SAME = (

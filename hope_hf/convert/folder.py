@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hope_hf import HopeConfig
-from hope_hf.cli.files import share_weights
+from hope_hf.common.files import share_weights
 
 from .architectures import Changes, hope_config
 from .card import model_card

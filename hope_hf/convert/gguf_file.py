@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hope_hf.cli.process import MISTAKES, one_line
+from hope_hf.common.process import MISTAKES, one_line
 
 from .gguf_positions import Positions, read_positions
 from .gguf_tokenizer import Vocabulary

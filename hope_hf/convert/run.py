@@ -9,11 +9,11 @@ from pathlib import Path
 import transformers
 
 from hope_hf import HopeConfig
-from hope_hf.cli.flags import Bounds, Checked, ModelArguments, check_output
-from hope_hf.cli.models import is_hope, load_config
-from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain, keep_no_freed_memory, set_up_cpu
-from hope_hf.cli.program import program
+from hope_hf.common.flags import Bounds, Checked, ModelArguments, check_output
+from hope_hf.common.models import is_hope, load_config
+from hope_hf.common.parser import Parser
+from hope_hf.common.process import complain, keep_no_freed_memory, set_up_cpu
+from hope_hf.common.program import program
 
 from .adapter import convert_adapter
 from .architectures import WORKS, Changes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.results import IGNORED
+from hope_hf.common.results import IGNORED
 
 from .config import DataConfig
 from .loader import Layout, Prefetched

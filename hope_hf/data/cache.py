@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 from datasets import Dataset, config
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.process import warn_once
 
 # Increase it when the same files would be read as other texts.
 _VERSION = 2

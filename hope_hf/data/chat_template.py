@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hope_hf.cli.process import one_line, warn_once
+from hope_hf.common.process import one_line, warn_once
 
 from .encoding import plain_ids
 

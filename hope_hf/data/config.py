@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hope_hf.cli.flags import TEXT_SOURCES, TextArguments
+from hope_hf.common.flags import TEXT_SOURCES, TextArguments
 
 from .vocabulary import DEFAULT_VOCAB_SIZE
 

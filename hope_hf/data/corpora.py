@@ -12,8 +12,8 @@ from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import free_disk
-from hope_hf.cli.process import warn_once
+from hope_hf.common.files import free_disk
+from hope_hf.common.process import warn_once
 
 from .cache import cache_path, cached_texts, files_under, writable_cache
 from .documents import HELD_OUT_OF_A_STREAM, builtin_corpus, held_out, load_data_set, split_training

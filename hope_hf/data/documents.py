@@ -15,8 +15,8 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
-from hope_hf.cli.flags import is_hub_name, is_missing, shown_names
-from hope_hf.cli.process import first_line
+from hope_hf.common.flags import is_hub_name, is_missing, shown_names
+from hope_hf.common.process import first_line
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
 from .chat_template import ChatTemplate

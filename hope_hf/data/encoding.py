@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.process import warn_once
 
 Encode = Callable[[Sequence[str | None]], list[list[int]]]
 

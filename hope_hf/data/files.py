@@ -21,9 +21,9 @@ import pyarrow.parquet
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
-from hope_hf.cli.files import is_inside, read_object
-from hope_hf.cli.flags import as_list
-from hope_hf.cli.process import first_line, warn_once
+from hope_hf.common.files import is_inside, read_object
+from hope_hf.common.flags import as_list
+from hope_hf.common.process import first_line, warn_once
 
 from .cache import cached_texts
 from .chat_template import ChatTemplate

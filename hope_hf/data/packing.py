@@ -30,8 +30,8 @@ from datasets import Dataset, Features, Value
 from datasets import List as ListFeature
 from torch import Tensor
 
-from hope_hf.cli.program import lines_of_datasets
-from hope_hf.cli.results import IGNORED
+from hope_hf.common.program import lines_of_datasets
+from hope_hf.common.results import IGNORED
 
 from .cache import cache_errors
 from .encoding import Encode

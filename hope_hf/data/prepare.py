@@ -20,13 +20,13 @@ from datasets import Dataset, disable_progress_bars
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import at_home, free_disk, is_unfinished, read_object, replace_text
-from hope_hf.cli.flags import COUNT, SEED, THREADS, check_output, flag
-from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
-from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain
-from hope_hf.cli.program import program
-from hope_hf.cli.results import provenance
+from hope_hf.common.files import at_home, free_disk, is_unfinished, read_object, replace_text
+from hope_hf.common.flags import COUNT, SEED, THREADS, check_output, flag
+from hope_hf.common.folder_lock import LOCK_FILE, FolderLock
+from hope_hf.common.parser import Parser
+from hope_hf.common.process import complain
+from hope_hf.common.program import program
+from hope_hf.common.results import provenance
 
 from .corpora import Documents, check_cache, open_corpus, require_as_many, warn_of_excess
 from .encoding import document_start, make_encoder

@@ -20,8 +20,8 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import flush_to_disk, read_small, replace_text, unfinished
-from hope_hf.cli.process import die_with_parent
+from hope_hf.common.files import flush_to_disk, read_small, replace_text, unfinished
+from hope_hf.common.process import die_with_parent
 
 from .encoding import Encode, make_encoder
 from .mixture import FLAG, Kind

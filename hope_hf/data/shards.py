@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import is_inside, read_object
+from hope_hf.common.files import is_inside, read_object
 
 from .config import DataConfig
 from .encoding import document_start

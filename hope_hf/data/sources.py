@@ -1,6 +1,6 @@
 """Opens every source of training data: blocks of tokens in an order or a stream of documents, and validation text.
 
-A new source is a flag in `hope_hf.cli.flags` and two functions in the table `SOURCES`.
+A new source is a flag in `hope_hf.common.flags` and two functions in the table `SOURCES`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +13,8 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.flags import shown_names
-from hope_hf.cli.process import warn_once
+from hope_hf.common.flags import shown_names
+from hope_hf.common.process import warn_once
 
 from .chat_template import ChatTemplate, set_chat_template
 from .chats import make_chat_encoder, shortened

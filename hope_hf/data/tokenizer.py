@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.flags import COUNT, LARGEST_VOCABULARY, as_list, check_output, files_flag, flag
-from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import warn_once
-from hope_hf.cli.program import program
+from hope_hf.common.flags import COUNT, LARGEST_VOCABULARY, as_list, check_output, files_flag, flag
+from hope_hf.common.parser import Parser
+from hope_hf.common.process import warn_once
+from hope_hf.common.program import program
 
 from .corpora import BYTES_PER_TOKEN, Needed, passing
 from .encoding import plain_ids

@@ -16,10 +16,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hope_hf.cli.files import disk_errors
-from hope_hf.cli.flags import require_local
-from hope_hf.cli.models import place_of_tokenizer
-from hope_hf.cli.process import first_line, warn_once
+from hope_hf.common.files import disk_errors
+from hope_hf.common.flags import require_local
+from hope_hf.common.models import place_of_tokenizer
+from hope_hf.common.process import first_line, warn_once
 
 DEFAULT_VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"

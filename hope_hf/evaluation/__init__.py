@@ -1,6 +1,6 @@
 """The evaluation: `main(argv)` is `hope-hf eval` and run_eval.py."""
 
-from hope_hf.cli.program import program
+from hope_hf.common.program import program
 
 from .flags import parse
 

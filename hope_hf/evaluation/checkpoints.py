@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import CHECKPOINT, read_small, replace_text, write_errors
-from hope_hf.cli.process import MISTAKES
-from hope_hf.cli.results import RESULTS_FILE, can_draw, draw_or_warn
+from hope_hf.common.files import CHECKPOINT, read_small, replace_text, write_errors
+from hope_hf.common.process import MISTAKES
+from hope_hf.common.results import RESULTS_FILE, can_draw, draw_or_warn
 
 from .compare import different_flags
 from .display import small_curves

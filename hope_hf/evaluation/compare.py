@@ -6,8 +6,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text, write_errors
-from hope_hf.cli.results import Row, can_draw, draw_or_warn, markdown_table
+from hope_hf.common.files import replace_text, write_errors
+from hope_hf.common.results import Row, can_draw, draw_or_warn, markdown_table
 
 from .display import dots
 from .flags import Arguments

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from hope_hf.cli.program import LOG_SECONDS, LogLines
-from hope_hf.cli.results import Row, as_label, plain_number
+from hope_hf.common.program import LOG_SECONDS, LogLines
+from hope_hf.common.results import Row, as_label, plain_number
 
 from .result import Number
 

@@ -16,7 +16,7 @@ import numpy
 import torch
 from datasets.table import CastError
 
-from hope_hf.cli.process import one_line, warn_once
+from hope_hf.common.process import one_line, warn_once
 
 # Most names of columns that a sentence lists.
 MOST_NAMES = 12

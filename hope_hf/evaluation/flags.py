@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from hope_hf.cli.flags import (
+from hope_hf.common.flags import (
     COUNT,
     DEVICE,
     LONGEST,
@@ -23,9 +23,9 @@ from hope_hf.cli.flags import (
     flag,
     warn_of_text_flags,
 )
-from hope_hf.cli.parser import Parser, flag_of, named_flags, nearest
-from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import is_recipe, replaced, split_recipe
+from hope_hf.common.parser import Parser, flag_of, named_flags, nearest
+from hope_hf.common.process import warn_once
+from hope_hf.common.recipe import is_recipe, replaced, split_recipe
 
 # The value of `--batch_size` with which lm-eval finds the size by trying.
 AUTO = "auto"

@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.process import warn_once
 from hope_hf.data import tokens_before
 
 from .subject import Subject

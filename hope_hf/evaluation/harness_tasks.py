@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers import dynamic_module_utils
 
-from hope_hf.cli.files import at_home
-from hope_hf.cli.parser import nearest
-from hope_hf.cli.process import one_line
-from hope_hf.cli.recipe import yaml_fields
+from hope_hf.common.files import at_home
+from hope_hf.common.parser import nearest
+from hope_hf.common.process import one_line
+from hope_hf.common.recipe import yaml_fields
 from hope_hf.data import cache_for, plain_name
 
 from .documents import check_documents, reading_failed

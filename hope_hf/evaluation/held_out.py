@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from hope_hf.cli.files import RUN_FILE, read_small
-from hope_hf.cli.flags import TextArguments, shown_names
-from hope_hf.cli.process import MISTAKES, one_line, warn_once
+from hope_hf.common.files import RUN_FILE, read_small
+from hope_hf.common.flags import TextArguments, shown_names
+from hope_hf.common.process import MISTAKES, one_line, warn_once
 from hope_hf.data import (
     ChatTemplate,
     DataConfig,

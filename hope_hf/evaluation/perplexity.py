@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hope_hf import frozen_memories
-from hope_hf.cli.results import next_token_accuracy
+from hope_hf.common.results import next_token_accuracy
 from hope_hf.data import bytes_per_id
 from hope_hf.frozen import mixed_losses
 

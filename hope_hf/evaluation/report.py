@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hope_hf.cli.files import replace_text, write_errors
-from hope_hf.cli.flags import check_output
-from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.process import complain
-from hope_hf.cli.results import (
+from hope_hf.common.files import replace_text, write_errors
+from hope_hf.common.flags import check_output
+from hope_hf.common.folder_lock import FolderLock
+from hope_hf.common.process import complain
+from hope_hf.common.results import (
     RESULTS_FILE,
     SCHEMA_VERSION,
     Row,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from hope_hf.cli.results import Row
+from hope_hf.common.results import Row
 
 # Columns that identify a row.
 LABELS = frozenset({"length", "depth", "layer", "head", "tokens", "num_fewshot", "step", "level"})

@@ -2,8 +2,8 @@
 
 import torch
 
-from hope_hf.cli.files import read_small
-from hope_hf.cli.process import one_line
+from hope_hf.common.files import read_small
+from hope_hf.common.process import one_line
 
 from .flags import MODEL, TEXT, Arguments, suite
 from .held_out import held_out_documents

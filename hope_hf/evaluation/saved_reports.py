@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
-from hope_hf.cli.files import is_inside, read_small
-from hope_hf.cli.process import one_line
-from hope_hf.cli.results import RESULTS_FILE, SCHEMA_VERSION
+from hope_hf.common.files import is_inside, read_small
+from hope_hf.common.process import one_line
+from hope_hf.common.results import RESULTS_FILE, SCHEMA_VERSION
 
 # Larger than any number of a report; differences and pictures of larger numbers would overflow.
 LARGEST = 1e100

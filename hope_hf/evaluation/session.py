@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from hope_hf.cli.flags import check_output
-from hope_hf.cli.process import (
+from hope_hf.common.flags import check_output
+from hope_hf.common.process import (
     complain,
     first_line,
     go_offline,
@@ -23,7 +23,7 @@ from hope_hf.cli.process import (
     one_line,
     set_up_cpu,
 )
-from hope_hf.cli.program import printed
+from hope_hf.common.program import printed
 from hope_hf.data import find_files
 
 from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoints, is_done, report_folder

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hope_hf import CACHE_NAME, HopeCache
-from hope_hf.cli.models import is_hope
+from hope_hf.common.models import is_hope
 
 from .display import progress
 from .flags import Arguments

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hope_hf.cli.parser import nearest
-from hope_hf.cli.process import one_line
-from hope_hf.cli.results import without_arguments
+from hope_hf.common.parser import nearest
+from hope_hf.common.process import one_line
+from hope_hf.common.results import without_arguments
 
 from .checkpoints import Checkpoint, reports_in
 from .flags import names

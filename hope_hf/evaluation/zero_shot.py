@@ -11,8 +11,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from hope_hf.cli.process import is_first_process, memory_is_full
-from hope_hf.cli.program import LogLines
+from hope_hf.common.process import is_first_process, memory_is_full
+from hope_hf.common.program import LogLines
 
 from .display import show_progress
 from .documents import reading_failed

@@ -10,10 +10,10 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from hope_hf.cli.files import LARGEST_METRICS, read_small
-from hope_hf.cli.flags import as_list, is_hub_name
-from hope_hf.cli.models import card_metadata
-from hope_hf.cli.results import SCHEMA_VERSION, commands_of, markdown_table
+from hope_hf.common.files import LARGEST_METRICS, read_small
+from hope_hf.common.flags import as_list, is_hub_name
+from hope_hf.common.models import card_metadata
+from hope_hf.common.results import SCHEMA_VERSION, commands_of, markdown_table
 
 from .public import as_text, public_command, public_value, without_folders
 

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hope_hf.cli.adapters import ADAPTER_CONFIG
-from hope_hf.cli.files import share_weights
-from hope_hf.cli.flags import ModelArguments
-from hope_hf.cli.models import is_hope, load_config, place_of_tokenizer
-from hope_hf.cli.process import one_line
-from hope_hf.cli.results import RESULTS_FILE
-from hope_hf.cli.weights import load_model
+from hope_hf.common.adapters import ADAPTER_CONFIG
+from hope_hf.common.files import share_weights
+from hope_hf.common.flags import ModelArguments
+from hope_hf.common.models import is_hope, load_config, place_of_tokenizer
+from hope_hf.common.process import one_line
+from hope_hf.common.results import RESULTS_FILE
+from hope_hf.common.weights import load_model
 
 from .card import model_card, usage_code
 from .facts import read_card, read_evaluation, read_training

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, get_token
 
-from hope_hf.cli.process import one_line
+from hope_hf.common.process import one_line
 
 from .folder import ExportFailed
 

@@ -8,8 +8,8 @@ import re
 import shlex
 from pathlib import PureWindowsPath
 
-from hope_hf.cli.flags import as_list, is_hub_name
-from hope_hf.cli.parser import flag_of
+from hope_hf.common.flags import as_list, is_hub_name
+from hope_hf.common.parser import flag_of
 
 # Flags whose value may be a name on the Hub.
 HUB_NAMES = {"model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "hub_model_id"}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import transformers
 
-from hope_hf.cli.flags import Checked, check_output, check_repo_id
-from hope_hf.cli.parser import Parser
-from hope_hf.cli.process import complain
-from hope_hf.cli.program import program
+from hope_hf.common.flags import Checked, check_output, check_repo_id
+from hope_hf.common.parser import Parser
+from hope_hf.common.process import complain
+from hope_hf.common.program import program
 
 from .folder import DEFAULT_LICENSE, ExportFailed, export_folder
 from .network import upload

@@ -12,7 +12,7 @@ step. Attention is sdpa or flash attention, whose kernels never hold heads x tok
 from dataclasses import dataclass
 from typing import Literal
 
-from hope_hf.step.recompute import MIXERS, Recomputed
+from hope_hf.common.recompute import MIXERS, Recomputed
 
 from .launch import Launch
 from .shapes import Shapes

@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import torch
 
-from hope_hf.cli.shipped import LAUNCH_FILES, find_file
-from hope_hf.step.launch_file import LOW_PRECISION
-from hope_hf.step.launch_file import read as read_content
-from hope_hf.step.recompute import parse_recomputed
+from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.launch_file import read as read_content
+from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.shipped import LAUNCH_FILES, find_file
 
 MOST_PROCESSES = 65_536
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"

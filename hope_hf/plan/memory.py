@@ -7,8 +7,8 @@ shards.
 
 from dataclasses import dataclass
 
+from hope_hf.common.recompute import parse_recomputed
 from hope_hf.optim import RULES
-from hope_hf.step.recompute import parse_recomputed
 
 from .activations import Activations, activations
 from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions, Strategy

@@ -9,18 +9,18 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hope_hf import PRESETS
-from hope_hf.cli.flags import COUNT, flag
-from hope_hf.cli.models import DEFAULT_PRESET, build_config, load_config, named_vocabulary
-from hope_hf.cli.parser import Parser, named_flags
-from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import replaced, without
+from hope_hf.common.defaults import VOCAB_SIZE, Default, defaults_of
+from hope_hf.common.flags import COUNT, flag
+from hope_hf.common.gpus import Gpu, parse_gpus
+from hope_hf.common.models import DEFAULT_PRESET, build_config, load_config, named_vocabulary
+from hope_hf.common.parser import Parser, named_flags
+from hope_hf.common.process import warn_once
+from hope_hf.common.recipe import replaced, without
+from hope_hf.common.recompute import Recomputed, parse_recomputed
+from hope_hf.common.run_arguments import LONGEST_DEFAULT_BLOCK, check_block_size
+from hope_hf.common.run_arguments import Arguments as RunFlags
+from hope_hf.common.run_recipe import split_run_recipe
 from hope_hf.optim import RULES
-from hope_hf.step.arguments import LONGEST_DEFAULT_BLOCK, check_block_size
-from hope_hf.step.arguments import Arguments as RunFlags
-from hope_hf.step.defaults import VOCAB_SIZE, Default, defaults_of
-from hope_hf.step.gpus import Gpu, parse_gpus
-from hope_hf.step.recipe import split_run_recipe
-from hope_hf.step.recompute import Recomputed, parse_recomputed
 
 from .launch import MOST_PROCESSES, Launch, StepOptions, read_launch_file
 from .shapes import Shapes, shapes_of

@@ -1,11 +1,11 @@
 """The plan as text, as JSON and as a picture."""
 
-from hope_hf.cli.files import write_errors
-from hope_hf.cli.results import Row, architecture, markdown_table
-from hope_hf.step.defaults import default_lines
-from hope_hf.step.flops import flops_per_token
-from hope_hf.step.gpus import GIB
-from hope_hf.step.recompute import parse_recomputed
+from hope_hf.common.defaults import default_lines
+from hope_hf.common.files import write_errors
+from hope_hf.common.flops import flops_per_token
+from hope_hf.common.gpus import GIB
+from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.results import Row, architecture, markdown_table
 
 from .activations import cache_bytes
 from .parsing import Question

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from hope_hf.cli.models import is_hope
-from hope_hf.cli.process import one_line
-from hope_hf.cli.program import printed, program
+from hope_hf.common.models import is_hope
+from hope_hf.common.process import one_line
+from hope_hf.common.program import printed, program
 
 from .launch import Launch, StepOptions
 from .memory import memory

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hope_hf.cli.process import MISTAKES, one_line
+from hope_hf.common.process import MISTAKES, one_line
 from hope_hf.optim import RULES, period_steps, periods_of, rules_of
 
 # Where a parameter belongs outside the blocks. The tail (last norm, head and a tied embedding) is gathered as one.

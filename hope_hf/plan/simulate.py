@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM
 
+from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.objective import can_skip_logits, summed_loss
+from hope_hf.common.recompute import parse_recomputed, recompute_activations
 from hope_hf.optim import LevelClock, build_optimizer
-from hope_hf.step.launch_file import LOW_PRECISION
-from hope_hf.step.objective import can_skip_logits, summed_loss
-from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 from .launch import Launch, StepOptions
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from hope_hf.step.flops import flops_per_token
-from hope_hf.step.gpus import GIB, Gpu
+from hope_hf.common.flops import flops_per_token
+from hope_hf.common.gpus import GIB, Gpu
 
 from .launch import SETTINGS, STRATEGIES, Launch, StepOptions
 from .memory import Memory, memory

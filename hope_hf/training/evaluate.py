@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from hope_hf.cli.results import IGNORED, next_token_accuracy
-from hope_hf.step.objective import count_valid, loss_of_logits, model_inputs
+from hope_hf.common.objective import count_valid, loss_of_logits, model_inputs
+from hope_hf.common.results import IGNORED, next_token_accuracy
 
 from .process import sum_over_processes
 

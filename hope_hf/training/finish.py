@@ -12,12 +12,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from hope_hf.cli.files import disk_errors
-from hope_hf.cli.flags import TEXT_SOURCES
-from hope_hf.cli.process import one_line
-from hope_hf.cli.results import IGNORED, draw_or_warn
+from hope_hf.common.files import disk_errors
+from hope_hf.common.flags import TEXT_SOURCES
+from hope_hf.common.process import one_line
+from hope_hf.common.results import IGNORED, draw_or_warn
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.export import ExportFailed, export_folder, upload
-from hope_hf.step.arguments import Arguments
 
 from .checkpoints.manifest import read_manifest
 from .checkpoints.weights import read_weights, take_parts

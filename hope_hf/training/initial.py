@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
-from hope_hf.cli.models import build_model
-from hope_hf.cli.process import MISTAKES, trim_memory
-from hope_hf.cli.weights import weight_files
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.gpus import GIB
+from hope_hf.common.gpus import GIB
+from hope_hf.common.models import build_model
+from hope_hf.common.process import MISTAKES, trim_memory
+from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.weights import weight_files
 
 from .checkpoints.manifest import Manifest
 from .checkpoints.weights import WeightParts, WholeWeights, check_fits, stored_weights

@@ -4,16 +4,16 @@ import math
 from dataclasses import fields, replace
 from pathlib import Path
 
-from hope_hf.cli.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_text_flags
-from hope_hf.cli.parser import Parser, named_flags
-from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import MODELS, read_recipe, replaced
-from hope_hf.cli.shipped import RECIPES, shipped_files
-from hope_hf.step.arguments import FLAGS, GROUPS, Arguments
-from hope_hf.step.defaults import VOCAB_SIZE, defaults_of
-from hope_hf.step.launch_file import MICRO_BATCH, deepspeed_json
-from hope_hf.step.recipe import split_run_recipe
-from hope_hf.step.recompute import parse_recomputed
+from hope_hf.common.defaults import VOCAB_SIZE, defaults_of
+from hope_hf.common.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_text_flags
+from hope_hf.common.launch_file import MICRO_BATCH, deepspeed_json
+from hope_hf.common.parser import Parser, named_flags
+from hope_hf.common.process import warn_once
+from hope_hf.common.recipe import MODELS, read_recipe, replaced
+from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.run_arguments import FLAGS, GROUPS, Arguments
+from hope_hf.common.run_recipe import split_run_recipe
+from hope_hf.common.shipped import RECIPES, shipped_files
 
 from .process import parse_stop_after
 from .schedule import parse_settings
@@ -67,7 +67,7 @@ def _with_defaults(args: Arguments, given: set[str]) -> Arguments:
     """The flags with the defaults of a text of this size in place of those that were not given."""
     # Imported here: --help and misspelled flags need no models and data sets.
     from hope_hf import PRESETS
-    from hope_hf.cli.models import build_config, named_vocabulary
+    from hope_hf.common.models import build_config, named_vocabulary
     from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
 
     from .checkpoints.run_folder import saved_defaults

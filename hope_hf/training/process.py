@@ -13,9 +13,9 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from hope_hf.cli.process import is_first_process, set_up_cpu
+from hope_hf.common.process import is_first_process, set_up_cpu
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.interrupt import quit_now, write_now
-from hope_hf.step.arguments import Arguments
 
 QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 

@@ -2,9 +2,9 @@
 
 import errno
 
-from hope_hf.cli.files import PROCESSES
-from hope_hf.cli.process import complain, die_with_launcher, first_line, launched_rank, memory_is_full
-from hope_hf.cli.program import program
+from hope_hf.common.files import PROCESSES
+from hope_hf.common.process import complain, die_with_launcher, first_line, launched_rank, memory_is_full
+from hope_hf.common.program import program
 from hope_hf.interrupt import STATUS
 
 from .parsing import parse

@@ -11,8 +11,8 @@ import transformers
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from hope_hf.cli.process import one_line
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.process import one_line
+from hope_hf.common.run_arguments import Arguments
 
 MOST_WARM_UP_STEPS = 1000
 # They have no last step.

@@ -9,8 +9,8 @@ from dataclasses import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hope_hf import LevelLearning
-from hope_hf.cli.models import is_hope
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.models import is_hope
+from hope_hf.common.run_arguments import Arguments
 
 from .engines.base import Engine
 

@@ -10,10 +10,14 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hope_hf
-from hope_hf.cli.adapters import add_lora, require_peft_for_training
-from hope_hf.cli.flags import LARGEST_VOCABULARY
-from hope_hf.cli.models import build_config, build_model, is_hope, load_config, named_vocabulary
-from hope_hf.cli.process import MISTAKES, warn_once
+from hope_hf.common.adapters import add_lora, require_peft_for_training
+from hope_hf.common.defaults import VOCAB_SIZE, default_lines
+from hope_hf.common.flags import LARGEST_VOCABULARY
+from hope_hf.common.gpus import GIB
+from hope_hf.common.models import build_config, build_model, is_hope, load_config, named_vocabulary
+from hope_hf.common.process import MISTAKES, warn_once
+from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.run_arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
 from hope_hf.data import (
     DEFAULT_VOCAB_SIZE,
     Data,
@@ -23,10 +27,6 @@ from hope_hf.data import (
     warn_of_other_tokenizer,
 )
 from hope_hf.optim import LevelClock, build_optimizer, warn_short_levels
-from hope_hf.step.arguments import FLAGS, LONGEST_DEFAULT_BLOCK, Arguments, check_block_size
-from hope_hf.step.defaults import VOCAB_SIZE, default_lines
-from hope_hf.step.gpus import GIB
-from hope_hf.step.recompute import parse_recomputed, recompute_activations
 
 from .checkpoints.reader import SavedRun, other_run
 from .checkpoints.state_files import not_of_a_run, read_json

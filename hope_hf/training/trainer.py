@@ -11,12 +11,12 @@ import torch
 from accelerate.utils import send_to_device, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 
-from hope_hf.cli.files import PROCESSES
-from hope_hf.cli.weights import weights_sampled
+from hope_hf.common.files import PROCESSES
+from hope_hf.common.flops import flops_per_token
+from hope_hf.common.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
+from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.weights import weights_sampled
 from hope_hf.optim import parse_level_optimizers
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.flops import flops_per_token
-from hope_hf.step.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
 
 from .checkpoints.hook import CheckpointHook
 from .checkpoints.manifest import last_good

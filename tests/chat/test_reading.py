@@ -88,7 +88,7 @@ def test_reading_is_undone(conversation):
 
 def test_long_texts_show_a_line_of_progress(conversation, monkeypatch, capsys):
     monkeypatch.setattr(reading, "LOG_SECONDS", 0)
-    monkeypatch.setattr("hope_hf.cli.program.LOG_SECONDS", 0)
+    monkeypatch.setattr("hope_hf.common.program.LOG_SECONDS", 0)
     reading.read_text(conversation(learn=True), "some/book.txt", TEXT, compare=True)
     assert re.search(
         r"^book.txt: \d+ of 90 tokens, .*[\d.]+ levels learn, [\d.]+ frozen$", capsys.readouterr().err, re.M

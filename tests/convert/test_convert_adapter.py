@@ -7,9 +7,9 @@ from peft_adapters import adapted
 from sources import random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hope_hf.cli.flags import ModelArguments
-from hope_hf.cli.models import load_config
-from hope_hf.cli.weights import load_model
+from hope_hf.common.flags import ModelArguments
+from hope_hf.common.models import load_config
+from hope_hf.common.weights import load_model
 from hope_hf.convert import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from four_corpora import TEXT_TOGETHER, prepare_words, sentence
 
-from hope_hf.cli.folder_lock import FolderLock
+from hope_hf.common.folder_lock import FolderLock
 from hope_hf.data import prepare
 from hope_hf.data.prepare import main
 

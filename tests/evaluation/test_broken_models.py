@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hope_hf.cli.weights import load_model
+from hope_hf.common.weights import load_model
 from hope_hf.evaluation import main
 
 WEIGHTS = "model.safetensors"

@@ -11,8 +11,8 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.results import markdown_table
+from hope_hf.common.folder_lock import FolderLock
+from hope_hf.common.results import markdown_table
 from hope_hf.data import DataConfig
 from hope_hf.data.documents import open_sources
 from hope_hf.evaluation import main, report

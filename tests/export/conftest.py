@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.results import provenance
+from hope_hf.common.results import provenance
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.data import train_tokenizer
 from hope_hf.evaluation import flags, report
 from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.subject import Subject
 from hope_hf.export import main
-from hope_hf.step.arguments import Arguments
 
 WORDS = "the memory of a model reads and writes while it learns what was said before in this long text".split()
 REPOSITORY = "owner/small-hope"

@@ -7,11 +7,11 @@ from typing import get_args, get_type_hints
 import pytest
 from huggingface_hub import ModelCard
 
+from hope_hf.common.run_arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.evaluation.flags import GROUPS as EVALUATION_FLAGS
 from hope_hf.export.card import model_card
 from hope_hf.export.facts import _tables, read_training
 from hope_hf.export.public import SHOWN, as_code_block, as_text, public_command, without_folders
-from hope_hf.step.arguments import GROUPS as TRAINING_FLAGS
 
 # A shell line, and names that say nothing about the model.
 PRIVATE = {"checkpoint_hook", "run_name", "project_name", "report_to", "archive_dir"}

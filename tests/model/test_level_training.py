@@ -10,7 +10,7 @@ from mixers import ATTENTION, HYBRID, WINDOW
 from torch.func import functional_call
 
 from hope_hf import HopeCache
-from hope_hf.step.recompute import Recomputed, recompute_activations
+from hope_hf.common.recompute import Recomputed, recompute_activations
 
 RATES = TEACHES | dict(learned_rate=True)
 

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+from hope_hf.common.recompute import Recomputed, recompute_activations
 from hope_hf.model import memory_mixer
 from hope_hf.model.continuum import CONTINUA, ContinuumMemory
-from hope_hf.step.recompute import Recomputed, recompute_activations
 
 
 def text(*shape):

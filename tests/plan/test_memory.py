@@ -8,6 +8,7 @@ from models import small_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen2Config
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel
+from hope_hf.common.recompute import Recomputed
 from hope_hf.model.inputs import Documents
 from hope_hf.model.sparse_attention import HopeSparseAttention
 from hope_hf.model.window_attention import HopeWindowAttention
@@ -16,7 +17,6 @@ from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import Bytes, memory, shard_bytes, state_bytes
 from hope_hf.plan.shapes import Shapes, Weight, shapes_of
 from hope_hf.plan.simulate import simulate
-from hope_hf.step.recompute import Recomputed
 
 LLAMA_7B = LlamaConfig()
 SEVEN_B = 7e9

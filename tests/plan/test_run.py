@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from hope_hf import HopeConfig
+from hope_hf.common.gpus import GPUS
 from hope_hf.plan import main
 from hope_hf.plan.launch import STRATEGIES, Launch
 from hope_hf.plan.parsing import parse
@@ -15,7 +16,6 @@ from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.simulate import Simulation
 from hope_hf.plan.traffic import traffic
 from hope_hf.plan.verdict import settings, verdict
-from hope_hf.step.gpus import GPUS
 
 ROOT = Path(__file__).parents[2]
 FSDP = ["--accelerate_config", f"{ROOT}/accelerate_configs/fsdp2.yaml"]

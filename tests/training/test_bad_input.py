@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from training_runs import HOPE, HOPE_ATTENTION, HOPE_HYBRID, LLAMA, make_tokenizer
 
-from hope_hf.cli import process
+from hope_hf.common import process
 from hope_hf.data import sources
 from hope_hf.training import finish, main, setup, trainer
 from hope_hf.training.checkpoints.writer import CheckpointWriter

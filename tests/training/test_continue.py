@@ -12,7 +12,7 @@ from accelerate import PartialState
 from training_runs import HOPE, LLAMA, curve
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.training import trainer
 from hope_hf.training.checkpoints.manifest import read_manifest, remove_leftovers
 from hope_hf.training.checkpoints.optimizer import _read_other_period

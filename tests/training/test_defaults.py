@@ -10,10 +10,10 @@ import pytest
 import torch
 from training_runs import read_rows, reset_accelerate
 
+from hope_hf.common import defaults
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.data.build import unigram_loss
 from hope_hf.plan.parsing import parse as plan
-from hope_hf.step import defaults
-from hope_hf.step.arguments import Arguments
 from hope_hf.training import finish, main
 from hope_hf.training.parsing import parse
 

@@ -15,7 +15,7 @@ from training_runs import GPT2, HOPE, HOPE_HYBRID, LLAMA, ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hope_hf import HopeConfig
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.training import initial
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.initial import draw_by_block

@@ -10,14 +10,14 @@ from peft import PeftModel
 from training_runs import HOPE, LLAMA, ROOT, curve, forget_the_end, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hope_hf.cli.adapters import require_peft_for_training
-from hope_hf.cli.flags import ModelArguments
-from hope_hf.cli.models import load_config
-from hope_hf.cli.weights import load_model
+from hope_hf.common.adapters import require_peft_for_training
+from hope_hf.common.flags import ModelArguments
+from hope_hf.common.models import load_config
+from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.weights import load_model
 from hope_hf.data import ChatTemplate, filled_chats
 from hope_hf.evaluation import main as evaluate
 from hope_hf.export.folder import load_source
-from hope_hf.step.arguments import Arguments
 from hope_hf.training.parsing import parse
 from hope_hf.training.setup import _warn_of_few_steps
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hope_hf.cli import process
-from hope_hf.cli.flags import TEXT_SOURCES
-from hope_hf.cli.recipe import MODELS, read_recipe
+from hope_hf.common import process
+from hope_hf.common.flags import TEXT_SOURCES
+from hope_hf.common.recipe import MODELS, read_recipe
+from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.run_arguments import FLAGS, Arguments
+from hope_hf.common.run_recipe import INSTEAD, NO_EFFECT
 from hope_hf.optim import build_optimizer
-from hope_hf.step.arguments import FLAGS, Arguments
-from hope_hf.step.recipe import INSTEAD, NO_EFFECT
-from hope_hf.step.recompute import parse_recomputed
 from hope_hf.training.parsing import parse, repo_id
 from hope_hf.training.schedule import schedule_of
 

@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import ModelCard
 from training_runs import HOPE, LLAMA
 
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.export import ExportFailed
-from hope_hf.step.arguments import Arguments
 from hope_hf.training import finish
 
 ROOT = Path(__file__).parents[2]

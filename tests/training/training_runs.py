@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedTokenizerFast
 
-from hope_hf.cli.results import IGNORED
+from hope_hf.common.results import IGNORED
 from hope_hf.training import trainer
 from hope_hf.training.engines import choose
 

@@ -6,7 +6,7 @@ from functools import partial
 from math import hypot
 from pathlib import Path
 
-from hope_hf.cli.models import is_hope
+from hope_hf.common.models import is_hope
 
 from ..display import Panel, heat_maps
 from ..flags import MODEL, Arguments, chosen_tasks, suite

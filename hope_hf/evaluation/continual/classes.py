@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from hope_hf.cli.files import read_small
-from hope_hf.cli.process import one_line
+from hope_hf.common.files import read_small
+from hope_hf.common.process import one_line
 
 DATA_SETS = ("clinc150", "banking77")
 BANKING_GROUPS = 7

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from hope_hf.cli.results import IGNORED
+from hope_hf.common.results import IGNORED
 from hope_hf.optim import build_optimizer
 
 from ..display import progress

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hope_hf.cli.results import IGNORED
+from hope_hf.common.results import IGNORED
 
 from .task import Batch, Task
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hope_hf import PRESETS
-from hope_hf.cli.models import build_config, build_model, parse_overrides
+from hope_hf.common.models import build_config, build_model, parse_overrides
 
 from ..flags import Arguments
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from hope_hf.cli.process import choose_device
+from hope_hf.common.process import choose_device
 
 from ..flags import Arguments, chosen_tasks, parse_lengths, suite
 from ..result import Row, SuiteResult, mean_and_stderr, summary_row

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.cli.adapters import ADAPTER_WEIGHTS
-from hope_hf.cli.files import (
+from hope_hf.common.adapters import ADAPTER_WEIGHTS
+from hope_hf.common.files import (
     CHECKPOINT,
     flush_folder,
     flush_to_disk,
@@ -28,7 +28,7 @@ from hope_hf.cli.files import (
     read_small,
     unfinished,
 )
-from hope_hf.cli.weights import PART, parts_of
+from hope_hf.common.weights import PART, parts_of
 
 MANIFEST = "manifest.json"
 # Increased when the other files change; a version reads only its own format.

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hope_hf.cli.files import copy_rights
+from hope_hf.common.files import copy_rights
 from hope_hf.optim import STRUCTURE, recounted, require_same_groups
 
 from ..engines.base import Engine, Slice, dtype_name

@@ -11,12 +11,12 @@ from pathlib import Path
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from hope_hf.cli.files import RUN_FILE, read_small, replace_text, write_errors
-from hope_hf.cli.folder_lock import FolderLock
-from hope_hf.cli.results import command_to_keep, commands_of, provenance
+from hope_hf.common.defaults import Default
+from hope_hf.common.files import RUN_FILE, read_small, replace_text, write_errors
+from hope_hf.common.folder_lock import FolderLock
+from hope_hf.common.results import command_to_keep, commands_of, provenance
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.data import difference_of_text
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.defaults import Default
 
 from .manifest import MANIFEST, remove_leftovers
 

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hope_hf.cli.files import copy_rights, read_small
-from hope_hf.cli.process import one_line
+from hope_hf.common.files import copy_rights, read_small
+from hope_hf.common.process import one_line
 
 from ..engines.guard import OneSidedError
 from .manifest import FIX, Manifest

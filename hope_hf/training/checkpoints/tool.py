@@ -8,10 +8,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hope_hf.cli.flags import Checked, check_output
-from hope_hf.cli.parser import Parser
-from hope_hf.cli.program import printed, program
-from hope_hf.cli.results import markdown_table
+from hope_hf.common.flags import Checked, check_output
+from hope_hf.common.parser import Parser
+from hope_hf.common.program import printed, program
+from hope_hf.common.results import markdown_table
 
 from .manifest import Manifest, file_size, latest_checkpoint, read_manifest, verify
 from .weights import join

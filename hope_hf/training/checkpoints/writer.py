@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedTokenizerBase
 
-from hope_hf.cli.files import disk_errors
+from hope_hf.common.files import disk_errors
 
 from ..engines.base import Engine
 from ..engines.guard import lost_process

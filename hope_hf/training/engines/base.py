@@ -16,11 +16,11 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from hope_hf.cli.files import share_weights
+from hope_hf.common.files import share_weights
+from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import RULES, LevelClock
 from hope_hf.plan import STRATEGIES, Launch, Strategy
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import LOW_PRECISION
 
 from .loss_scaling import LossScaling, TorchScaling
 

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from hope_hf.cli.process import first_line, warn_once
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import LOW_PRECISION, check_launch_file
+from hope_hf.common.launch_file import LOW_PRECISION, check_launch_file
+from hope_hf.common.process import first_line, warn_once
+from hope_hf.common.run_arguments import Arguments
 
 from .base import Engine
 from .cpu import compile_communication, cpu_accelerator

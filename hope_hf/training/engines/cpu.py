@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hope_hf.cli.process import local_processes, warn_once
+from hope_hf.common.process import local_processes, warn_once
 
 QUIET = 300.0
 """Seconds without a write after which a compile that no process of this machine runs has ended."""

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from transformers import PreTrainedModel
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.process import warn_once
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import LevelClock
 from hope_hf.plan import UNSHARDED, Launch, fsdp_strategy
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import LOW_PRECISION
 
 from .base import Engine, Slice, is_on_meta, make_real
 

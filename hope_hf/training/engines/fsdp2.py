@@ -11,11 +11,11 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.process import warn_once
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import LevelClock, own_part
 from hope_hf.plan import Launch, fsdp_strategy
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import LOW_PRECISION
 
 from .base import Engine, Slice, is_on_meta
 

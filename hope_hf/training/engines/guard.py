@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from hope_hf.cli.process import complain, first_line, local_processes
+from hope_hf.common.process import complain, first_line, local_processes
 
 from .placement import device_name
 

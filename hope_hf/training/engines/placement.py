@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from hope_hf.common.gpus import GIB
 from hope_hf.optim import own_part
-from hope_hf.step.gpus import GIB
 
 from .base import Engine, dtype_name
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.launch_file import LOW_PRECISION, MICRO_BATCH, deepspeed_json
+from hope_hf.common.process import warn_once
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import LevelClock
 from hope_hf.plan import Launch, zero_strategy
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import LOW_PRECISION, MICRO_BATCH, deepspeed_json
 
 from .base import Engine, Slice, dtype_name, is_on_meta, make_real, split_state
 from .loss_scaling import DeepSpeedScaling

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.gpus import GIB
-from hope_hf.step.recompute import Recomputed, parse_recomputed
+from hope_hf.common.gpus import GIB
+from hope_hf.common.recompute import Recomputed, parse_recomputed
+from hope_hf.common.run_arguments import Arguments
 
 from .facts import Facts, Gpu, Room
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from hope_hf.cli.files import flush_folder, flush_to_disk, free_disk, unfinished
-from hope_hf.cli.process import local_processes, one_line
+from hope_hf.common.files import flush_folder, flush_to_disk, free_disk, unfinished
+from hope_hf.common.process import local_processes, one_line
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.plan import Planned, StepOptions, plan_running
-from hope_hf.step.arguments import Arguments
 
 from ..engines.base import Engine
 from ..engines.placement import free_memory

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from accelerate.utils import gather_object
 
-from hope_hf.cli.process import is_first_process, warn_once
+from hope_hf.common.process import is_first_process, warn_once
 
 from .checks import CHECKS, Result, worst
 from .facts import Room

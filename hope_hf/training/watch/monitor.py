@@ -4,10 +4,10 @@ import math
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from hope_hf.cli.files import PROCESSES
-from hope_hf.cli.process import wished_threads
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.gpus import peak_flops
+from hope_hf.common.files import PROCESSES
+from hope_hf.common.gpus import peak_flops
+from hope_hf.common.process import wished_threads
+from hope_hf.common.run_arguments import Arguments
 
 from ..engines.base import Engine, Update
 from ..state import Progress

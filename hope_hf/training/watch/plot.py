@@ -11,11 +11,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from hope_hf.cli.files import RUN_FILE, read_object, read_small
-from hope_hf.cli.flags import Checked
-from hope_hf.cli.parser import Parser
-from hope_hf.cli.program import program
-from hope_hf.cli.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
+from hope_hf.common.files import RUN_FILE, read_object, read_small
+from hope_hf.common.flags import Checked
+from hope_hf.common.parser import Parser
+from hope_hf.common.program import program
+from hope_hf.common.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
 
 from ..checkpoints.run_folder import TEXT_FILES, WEIGHTS
 from .model_report import ALL

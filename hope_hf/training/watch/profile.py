@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.profiler import profile, record_function
 
-from hope_hf.cli.process import warn_once
+from hope_hf.common.process import warn_once
 
 from .trace import STEP, read_times, times_table
 

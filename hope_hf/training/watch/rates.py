@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hope_hf.cli.files import CHECKPOINT, read_small
+from hope_hf.common.files import CHECKPOINT, read_small
 
 from ..schedule import saved_schedule
 from .tracking import curve

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hope_hf.step.gpus import GIB
+from hope_hf.common.gpus import GIB
 
 
 class Stopwatch:

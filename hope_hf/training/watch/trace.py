@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.cli.results import markdown_table
+from hope_hf.common.results import markdown_table
 
 STEP = "ProfilerStep#"
 """Begins the names of the spans in a trace that are steps, as torch's own tools have it."""

@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from tqdm.auto import tqdm
 
-from hope_hf.cli.files import LARGEST_METRICS, read_small, replace_text
-from hope_hf.cli.parser import nearest
-from hope_hf.cli.process import one_line, warn_once
-from hope_hf.cli.results import without_arguments
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.files import LARGEST_METRICS, read_small, replace_text
+from hope_hf.common.parser import nearest
+from hope_hf.common.process import one_line, warn_once
+from hope_hf.common.results import without_arguments
+from hope_hf.common.run_arguments import Arguments
 
 from ..engines.guard import OneSidedError
 from ..process import shows_bars

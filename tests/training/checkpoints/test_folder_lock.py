@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from training_runs import LLAMA, ROOT, TWO, curve, read_rows
 
-from hope_hf.cli import folder_lock
-from hope_hf.cli.folder_lock import LOCK_FILE, FolderLock
+from hope_hf.common import folder_lock
+from hope_hf.common.folder_lock import LOCK_FILE, FolderLock
 
 SENTENCE = "is in use, another process writes to it: wait for it or choose another folder."
 

@@ -56,7 +56,7 @@ SHARDED = """
     from checkpoint_run import MARK, Run
     from safetensors.torch import load_file
     from hope_hf.training import finish
-    from hope_hf.step.arguments import Arguments
+    from hope_hf.common.run_arguments import Arguments
     from hope_hf.training.checkpoints.writer import CheckpointWriter
     from hope_hf.training.engines.guard import lost_process
     from hope_hf.training.engines.choose import make_engine

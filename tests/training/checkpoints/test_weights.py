@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hope_hf.cli.weights import load_model
+from hope_hf.common.weights import load_model
 from hope_hf.training.checkpoints import weights
 from hope_hf.training.checkpoints.manifest import describe, verify
 from hope_hf.training.checkpoints.tool import main

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from training_runs import reset_accelerate
 
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.choose import _reduce_each_batch, plain_name
 from hope_hf.training.engines.fsdp1 import FSDP1

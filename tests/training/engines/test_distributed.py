@@ -12,9 +12,9 @@ import ddp_worker
 import pytest
 from training_runs import HOPE, LLAMA, ROOT, TWO, curve, read_rows, reset_accelerate
 
-from hope_hf.cli import process
-from hope_hf.cli.process import default_threads
-from hope_hf.step.arguments import Arguments
+from hope_hf.common import process
+from hope_hf.common.process import default_threads
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.training import setup
 from hope_hf.training.engines import choose
 from hope_hf.training.engines.choose import make_engine

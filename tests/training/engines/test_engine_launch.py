@@ -8,12 +8,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from training_runs import reset_accelerate
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.cli.adapters import add_lora
+from hope_hf.common.adapters import add_lora
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.plan import StepOptions, plan_running
 from hope_hf.plan.launch import read_launch_file
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import meta_model, shapes_of
-from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.fsdp2 import FSDP2

@@ -14,10 +14,10 @@ from accelerate.utils import prepare_multi_gpu_env
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
+from hope_hf.common import launch_file
+from hope_hf.common.launch_file import check
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import build_optimizer
-from hope_hf.step import launch_file
-from hope_hf.step.arguments import Arguments
-from hope_hf.step.launch_file import check
 from hope_hf.training.engines import zero
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.choose import check_mesh, plain_name

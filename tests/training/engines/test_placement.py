@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.placement import (

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.plan import Planned
-from hope_hf.step.arguments import Arguments
 from hope_hf.training.engines.base import Update
 from hope_hf.training.preflight.checks import ALLOCATOR, CHECKS
 from hope_hf.training.preflight.facts import Facts, FreeMemory, Gpu, Text, read_gpu

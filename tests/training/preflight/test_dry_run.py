@@ -10,7 +10,7 @@ import pytest
 import torch
 from training_runs import GPT2, HOPE, LLAMA, curve, forget_the_end
 
-from hope_hf.cli.folder_lock import FolderLock
+from hope_hf.common.folder_lock import FolderLock
 from hope_hf.plan import plan_running
 from hope_hf.training import trainer
 from hope_hf.training.preflight import facts as facts_module

@@ -6,7 +6,7 @@ import os
 import pytest
 from matplotlib.figure import Figure
 
-from hope_hf.cli import results
+from hope_hf.common import results
 from hope_hf.training.watch import plot
 from hope_hf.training.watch.plot import LAYER_PANELS, LEVEL_PANELS, SHARES, SPARSE_PANELS
 from hope_hf.training.watch.tracking import read_metrics

@@ -9,7 +9,7 @@ import pytest
 from accelerate import Accelerator
 from training_runs import reset_accelerate
 
-from hope_hf.step.arguments import Arguments
+from hope_hf.common.run_arguments import Arguments
 from hope_hf.training.watch.tracking import Tracker
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hope_hf.cli.flags import Checked
+from .flags import Checked
 
 MOST_BLOCKS = 10_000
 # Names of a block's sequence mixer in transformers; a hybrid has one of them in each block.

@@ -7,7 +7,7 @@ import sys
 import evaluate
 import pytest
 
-from hope_hf.cli.results import as_label, command_to_keep, draw_or_warn, next_token_accuracy
+from hope_hf.common.results import as_label, command_to_keep, draw_or_warn, next_token_accuracy
 
 
 def test_the_accuracy_needs_no_folder_that_can_be_written(monkeypatch, tmp_path):
@@ -40,7 +40,7 @@ def test_a_picture_that_succeeds_is_named(tmp_path):
 def test_figures_of_the_caller_keep_their_backend(asked):
     """As in a notebook, whose backend shows figures; one that is not installed must not end a run."""
     program = (
-        "from hope_hf.cli.results import can_draw\n"
+        "from hope_hf.common.results import can_draw\n"
         "assert can_draw()\n"
         "import matplotlib, os\n"
         "print(os.environ['MPLBACKEND'], matplotlib.rcParams['backend'])"

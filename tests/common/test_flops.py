@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.step.flops import attention_flops_per_token, flops_per_token
+from hope_hf.common.flops import attention_flops_per_token, flops_per_token
 
 
 def test_hope_counts_itself():

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from hope_hf.cli.files import read_small
-from hope_hf.cli.parser import nearest
-from hope_hf.cli.recipe import read_yaml
+from .files import read_small
+from .parser import nearest
+from .recipe import read_yaml
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by accelerate's names of mixed precisions."""

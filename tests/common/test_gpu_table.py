@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hope_hf.step.gpus import GPUS, peak_flops
+from hope_hf.common.gpus import GPUS, peak_flops
 
 DEVICES = {
     "NVIDIA B200": "b200-180gb",

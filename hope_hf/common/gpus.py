@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hope_hf.cli.parser import nearest
+from .parser import nearest
 
 GIB = 2**30
 TF32_SHARE = 0.5

@@ -10,8 +10,8 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from hope_hf.cli import program as program_module
-from hope_hf.cli.program import LogLines, Outliving, lines_of_datasets, printed, program
+from hope_hf.common import program as program_module
+from hope_hf.common.program import LogLines, Outliving, lines_of_datasets, printed, program
 from hope_hf.interrupt import _is_ours, while_importing
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,10 @@ from peft import PeftModel
 from peft_adapters import KINDS, LAYERS, WITHOUT_LAYERS, adapted
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hope_hf.cli.adapters import MERGED_KINDS
-from hope_hf.cli.flags import ModelArguments
-from hope_hf.cli.models import load_config
-from hope_hf.cli.weights import load_model
+from hope_hf.common.adapters import MERGED_KINDS
+from hope_hf.common.flags import ModelArguments
+from hope_hf.common.models import load_config
+from hope_hf.common.weights import load_model
 from hope_hf.data import load_tokenizer
 from hope_hf.export.folder import load_source
 

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from hope_hf.cli import process
-from hope_hf.cli.process import choose_device, print_anything
+from hope_hf.common import process
+from hope_hf.common.process import choose_device, print_anything
 
 
 def test_any_text_can_be_printed(monkeypatch):

@@ -6,11 +6,12 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hope_hf.cli.flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
-from hope_hf.cli.recipe import LENGTH
 from hope_hf.optim import RULES
-from hope_hf.step.defaults import Default
-from hope_hf.step.recompute import recomputing_flag
+
+from .defaults import Default
+from .flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
+from .recipe import LENGTH
+from .recompute import recomputing_flag
 
 LONGEST_DEFAULT_BLOCK = 1024
 
@@ -244,7 +245,7 @@ class Arguments(
 
     Attributes:
         demo: neither model nor data was named.
-        defaults: by flag, the values that the size of the text chose (`hope_hf.step.defaults`), and why.
+        defaults: by flag, the values that the size of the text chose (`hope_hf.common.defaults`), and why.
     """
 
     _argument_group_name = None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import hope_hf
+from hope_hf.common.run_arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
-from hope_hf.step.arguments import FLAGS as TRAINING_FLAGS
 from hope_hf_main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 
-from hope_hf.cli.parser import flag_of
-from hope_hf.cli.process import warn_once
-from hope_hf.cli.recipe import split_recipe
 from hope_hf.optim import RULES
 
-from .arguments import FLAGS
+from .parser import flag_of
+from .process import warn_once
+from .recipe import split_recipe
+from .run_arguments import FLAGS
 
 NO_EFFECT = {
     "do_train": "hope-hf train always trains",

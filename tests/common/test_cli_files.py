@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from hope_hf.cli.files import flush_folder, read_small, replace_text
+from hope_hf.common.files import flush_folder, read_small, replace_text
 
 
 def test_a_small_file_is_read(tmp_path):

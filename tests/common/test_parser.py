@@ -8,9 +8,10 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, T5Config
 
 from hope_hf import HopeConfig
 from hope_hf.chat.flags import parse_generate
-from hope_hf.cli.flags import ModelArguments, require_local
-from hope_hf.cli.models import load_config
-from hope_hf.cli.parser import _OURS, flag_of, nearest
+from hope_hf.common.flags import ModelArguments, require_local
+from hope_hf.common.models import load_config
+from hope_hf.common.parser import _OURS, flag_of, nearest
+from hope_hf.common.run_arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.convert.run import make_parser as make_convert_parser
 from hope_hf.data import prepare, tokenizer
 from hope_hf.data.documents import load_data_set
@@ -21,7 +22,6 @@ from hope_hf.evaluation.suites import SUITES
 from hope_hf.export.run import make_parser as make_export_parser
 from hope_hf.plan.parsing import FLAGS as PLAN_FLAGS
 from hope_hf.plan.parsing import make_parser as make_plan_parser
-from hope_hf.step.arguments import FLAGS as TRAINING_FLAGS
 from hope_hf.training import parsing as training_parsing
 from hope_hf.training.checkpoints.tool import make_parser as make_checkpoints_parser
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hope_hf.cli.results import IGNORED
+from .results import IGNORED
 
 
 def count_valid(labels: Tensor) -> int:

@@ -1,1 +1,0 @@
-"""Code that the programs share: reading flags, loading models, messages to the user."""
