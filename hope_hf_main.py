@@ -89,9 +89,9 @@ def program(name: str) -> Callable[[list[str]], int]:
         case "checkpoints":
             from hope_hf.training import look_at_checkpoints as main
         case "recipes":
-            from hope_hf.common.shipped import recipes as main
+            from hope_hf.common.packaged import recipes as main
         case "launch-files":
-            from hope_hf.common.shipped import launch_files as main
+            from hope_hf.common.packaged import launch_files as main
         case "plot":
             from hope_hf.training import plot as main
     return main

@@ -16,7 +16,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from hope_hf.chat import flags as chat
-from hope_hf.common import shipped
+from hope_hf.common import packaged
 from hope_hf.common.parser import Parser
 from hope_hf.common.run_arguments import GROUPS as TRAINING_GROUPS
 from hope_hf.common.run_recipe import NO_EFFECT
@@ -42,11 +42,11 @@ PARSERS = {
     "hope-hf eval": lambda: Parser(EVALUATION_GROUPS),
     "hope-hf export": export.make_parser,
     "hope-hf generate": chat.make_generate_parser,
-    "hope-hf launch-files": lambda: shipped.make_parser("launch-files"),
+    "hope-hf launch-files": lambda: packaged.make_parser("launch-files"),
     "hope-hf plan": plan.make_parser,
     "hope-hf plot": plot.make_parser,
     "hope-hf prepare": prepare.make_parser,
-    "hope-hf recipes": lambda: shipped.make_parser("recipes"),
+    "hope-hf recipes": lambda: packaged.make_parser("recipes"),
     "hope-hf tokenizer": tokenizer.make_parser,
     "hope-hf train": lambda: Parser(TRAINING_GROUPS),
     "accelerate": launch_command_parser,

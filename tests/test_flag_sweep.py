@@ -22,7 +22,7 @@ from hope_hf.chat import flags as chat_flags
 from hope_hf.chat import generate as chat_generate
 from hope_hf.chat import main as chat_main
 from hope_hf.chat import session as chat_session
-from hope_hf.common import shipped
+from hope_hf.common import packaged
 from hope_hf.common.parser import Parser
 from hope_hf.common.run_arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.convert import folder as convert_folder
@@ -201,8 +201,10 @@ def programs(place: Path) -> list[Program]:
         Program("checkpoints", tool.main, consolidate, ("consolidate", str(place / "checkpoint-1")), {"--to": ""}),
         Program("plan", plan_main, make_plan_parser(), flags=new | {"--block_size": "16", "--simulate": "false"}),
         Program("plot", plot.main, plot.make_parser(), (model,)),
-        Program("recipes", shipped.recipes, shipped.make_parser("recipes"), flags={"--copy": "demo.yaml", "--to": ""}),
-        Program("launch-files", shipped.launch_files, shipped.make_parser("launch-files")),
+        Program(
+            "recipes", packaged.recipes, packaged.make_parser("recipes"), flags={"--copy": "demo.yaml", "--to": ""}
+        ),
+        Program("launch-files", packaged.launch_files, packaged.make_parser("launch-files")),
     ]
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from hope_hf.common.files import at_home
 from hope_hf.common.parser import nearest
-from hope_hf.common.process import complain
+from hope_hf.common.process import print_error
 
 from .conversation import Conversation
 from .flags import Arguments
@@ -73,7 +73,7 @@ class Session:
             except ValueError as error:
                 if not is_typed:
                     raise
-                complain(error, 2)
+                print_error(error, 2)
 
     def _greet(self) -> None:
         model = self.conversation.model

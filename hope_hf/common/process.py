@@ -32,8 +32,8 @@ def set_up_cpu(threads: int | None, says: bool = False):
     `says`: whether fewer threads are worth a warning. It names --cpu_threads, which the program must have.
     """
     torch.set_num_threads(threads or default_threads())
-    if threads is None and wished_threads() is None:
-        _give_way(says)
+    if threads is None and threads_of_user() is None:
+        _reduce_threads_if_busy(says)
     # A trained memory holds many denormals: without this its steps take 2.5 times as long on a CPU.
     torch.set_flush_denormal(True)
 
@@ -57,7 +57,7 @@ def choose_device(name: str | None) -> torch.device:
 
 def default_threads() -> int:
     """OMP_NUM_THREADS if the user has set it, or this process's share of the cores that it may use."""
-    wished = wished_threads()
+    wished = threads_of_user()
     if wished is not None:
         return wished
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -69,7 +69,7 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _give_way(says: bool):
+def _reduce_threads_if_busy(says: bool):
     """Halve the threads while fewer of them compute faster: all threads wait for one whose core is busy."""
     first = threads = torch.get_num_threads()
     while threads > 1 and _slowdown(threads, threads // 2) > 1.5:
@@ -98,7 +98,7 @@ def _slowdown(threads: int, fewer: int) -> float:
     return statistics.median(ratios)
 
 
-def wished_threads() -> int | None:
+def threads_of_user() -> int | None:
     """OMP_NUM_THREADS if the user has set it, else None.
 
     Launchers export OMP_NUM_THREADS=1 if it is not set, which would leave the other cores idle.
@@ -106,10 +106,10 @@ def wished_threads() -> int | None:
     wish = os.environ.get("OMP_NUM_THREADS", "")
     if not wish.isdecimal() or int(wish) < 1:
         return None
-    return None if wish == "1" and _is_launched() and not _launcher_was_told() else int(wish)
+    return None if wish == "1" and _is_launched() and not _launcher_has_threads() else int(wish)
 
 
-def _launcher_was_told() -> bool:
+def _launcher_has_threads() -> bool:
     """Linux: whether the launcher itself was started with OMP_NUM_THREADS or a flag for threads; else False."""
     launcher = Path(f"/proc/{os.getppid()}")
     try:
@@ -153,7 +153,7 @@ def warn_in_sentences():
     warnings.formatwarning = _as_sentence
 
 
-def print_anything():
+def accept_any_character():
     """Make standard output and error accept any text: a character that their encoding lacks is written as an escape.
 
     A model may generate any character, and a stream in cp1252 or ASCII would end the program with an error.
@@ -163,13 +163,13 @@ def print_anything():
             stream.reconfigure(errors="backslashreplace")
 
 
-def die_with_launcher():
+def sigterm_on_launcher_exit():
     """Get SIGTERM when the launcher is killed, so that no orphan keeps training in the same folder."""
     if _is_launched():
-        die_with_parent()
+        sigterm_on_parent_exit()
 
 
-def die_with_parent():
+def sigterm_on_parent_exit():
     """Linux: get SIGTERM when the process that started this one is killed."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
@@ -184,7 +184,7 @@ def trim_memory():
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_no_freed_memory():
+def return_freed_memory():
     """As `trim_memory`, at once and from now on, for what is larger than 128 KiB; such allocations become slower.
 
     glibc raises the size from which it maps memory, up to 32 MiB, and then keeps what is freed in pieces.
@@ -201,7 +201,7 @@ def go_offline():
     constants.HF_HUB_OFFLINE = True
 
 
-def complain(error: Exception | str, status: int, everywhere: bool = False) -> int:
+def print_error(error: Exception | str, status: int, everywhere: bool = False) -> int:
     """Print the error as one line on standard error, on rank 0 unless `everywhere`; returns `status`."""
     # An error that all processes raise is printed once.
     if everywhere or is_first_process():

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from hope_hf.interrupt import STATUS, while_importing
 
-from .process import complain, drop_stray_ranks, is_first_process, print_anything, warn_in_sentences
+from .process import accept_any_character, drop_stray_ranks, is_first_process, print_error, warn_in_sentences
 
 # Errors of a write after the reader of a pipe, or the terminal, is gone.
 _NO_READER = (errno.EPIPE, errno.EIO)
@@ -31,30 +31,30 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
         warn_in_sentences()
-        print_anything()
-        outlive_readers()
+        accept_any_character()
+        ignore_broken_pipe()
         drop_stray_ranks()
         if signal.getsignal(signal.SIGINT) is while_importing:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return main(argv)
         except ValueError as error:
-            return complain(error, 2)
+            return print_error(error, 2)
         except KeyboardInterrupt:
-            return complain("stopped by Ctrl-C.", STATUS)
+            return print_error("stopped by Ctrl-C.", STATUS)
 
     return run
 
 
-def outlive_readers():
+def ignore_broken_pipe():
     """Let the program go on after the reader of its standard output or error has ended, or the log's disk is full."""
     for name, shown in _STREAMS.items():
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, Outliving(stream, shown))
+            setattr(sys, name, DroppingStream(stream, shown))
 
 
-class Outliving:
+class DroppingStream:
     """A text stream to a file descriptor. After a failed write all text is dropped: what is printed is not the work.
 
     The other one of standard output and error then says so, unless a reader has gone, which `| head` does on purpose.
@@ -112,7 +112,7 @@ def printed(status: int = 0) -> int:
     lost = getattr(sys.stdout, "lost", None)
     if lost is None:
         return status
-    return complain(
+    return print_error(
         f"the result was not written to standard output ({lost}): free space there, then repeat the command.",
         max(status, 1),
     )

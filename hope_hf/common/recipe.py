@@ -13,9 +13,9 @@ import yaml
 
 from .files import at_home, read_small
 from .flags import OF_ONE_TEXT, TEXT_SOURCES
+from .packaged import RECIPES, find_file, packaged_files
 from .parser import nearest
 from .process import one_line
-from .shipped import RECIPES, find_file, shipped_files
 
 MODELS = ("model_name_or_path", "model_type", "config_name")
 # The length of a run; the first overrides the second.
@@ -54,7 +54,7 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     if Path(file).suffix.lower() in _TEXTS:
         raise ValueError(f"The recipe {path} is no .yaml file: name a text with --train_file.")
     if not os.path.exists(file):
-        close = get_close_matches(Path(path).stem, [Path(name).stem for name in shipped_files(RECIPES)], 1)
+        close = get_close_matches(Path(path).stem, [Path(name).stem for name in packaged_files(RECIPES)], 1)
         if close:
             raise ValueError(f"The recipe {path} does not exist; did you mean {close[0]}.yaml?")
     recipe = read_yaml(file, f"The recipe {path}", partial(load_yaml, loader=_FlagLoader))

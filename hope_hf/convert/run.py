@@ -12,7 +12,7 @@ from hope_hf import HopeConfig
 from hope_hf.common.flags import Bounds, Checked, ModelArguments, check_output
 from hope_hf.common.models import is_hope, load_config
 from hope_hf.common.parser import Parser
-from hope_hf.common.process import complain, keep_no_freed_memory, set_up_cpu
+from hope_hf.common.process import print_error, return_freed_memory, set_up_cpu
 from hope_hf.common.program import program
 
 from .adapter import convert_adapter
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         set_up_cpu(None)
-        keep_no_freed_memory()
+        return_freed_memory()
         out = Path(options.output_dir)
         if options.adapter is not None:
             config = load_config(place, "from", ModelArguments())
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
                 return _adapt(options, place, config, out)
         made = convert_folder(place, out, changes, options.gguf_file, options.license, options.adapter)
     except CheckFailed as error:
-        return complain(f"{str(error).rstrip('.')}; nothing was written.", 1)
+        return print_error(f"{str(error).rstrip('.')}; nothing was written.", 1)
     dtype, found = str(made.dtype).removeprefix("torch."), made.agreement
     print(
         f"{out} is complete and checked: {made.parameters:,} parameters in {made.files} file(s) of {dtype}.\n"

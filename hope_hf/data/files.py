@@ -95,7 +95,7 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
     must come from `Dataset.save_to_disk`; `split` is read if it has splits. Files without rows among others are left
     out, with a warning. Raises ValueError naming `flag` and file.
     """
-    paths = list(dict.fromkeys(path for name in as_list(names) for path in _named(name, flag, split)))
+    paths = list(dict.fromkeys(path for name in as_list(names) for path in _expand(name, flag, split)))
     empty = [path for path in paths if _has_no_rows(path)]
     if len(empty) == len(paths):
         what = "holds no rows with text" if os.path.getsize(empty[0]) else "is empty"
@@ -106,7 +106,7 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
     return [path for path in paths if path not in set(empty)]
 
 
-def _named(name: str, flag: str, split: str) -> list[str]:
+def _expand(name: str, flag: str, split: str) -> list[str]:
     """The files of one path or pattern."""
     if os.path.isdir(name):
         if not is_saved(name):
@@ -116,7 +116,7 @@ def _named(name: str, flag: str, split: str) -> list[str]:
     elif os.path.exists(name):
         paths = [name]
     else:
-        paths = sorted(filter(os.path.isfile, _matches(name)))
+        paths = sorted(filter(os.path.isfile, _glob(name)))
     if not paths:
         kind = "matches no file" if glob.has_magic(name) else "does not exist"
         raise ValueError(f"{flag} {name} {kind}: check the path.")
@@ -312,7 +312,7 @@ def _splits(folder: str, source: str) -> list[str]:
     return splits
 
 
-def _matches(pattern: str) -> Iterator[str]:
+def _glob(pattern: str) -> Iterator[str]:
     # Characters in the names of existing folders are not meant as a pattern.
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder):

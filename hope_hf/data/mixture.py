@@ -22,9 +22,9 @@ from itertools import islice
 
 from hope_hf.common.files import at_home
 from hope_hf.common.flags import LARGEST, as_list
+from hope_hf.common.packaged import RECIPES, find_file
 from hope_hf.common.parser import nearest
 from hope_hf.common.recipe import read_yaml
-from hope_hf.common.shipped import RECIPES, find_file
 
 # The most frequent words of each language, without words that two languages share.
 _COMMON = {

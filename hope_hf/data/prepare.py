@@ -24,7 +24,7 @@ from hope_hf.common.files import at_home, free_disk, is_unfinished, read_object,
 from hope_hf.common.flags import COUNT, SEED, THREADS, check_output, flag
 from hope_hf.common.folder_lock import LOCK_FILE, FolderLock
 from hope_hf.common.parser import Parser
-from hope_hf.common.process import complain
+from hope_hf.common.process import print_error
 from hope_hf.common.program import program
 from hope_hf.common.results import provenance
 
@@ -300,11 +300,11 @@ def main(argv: list[str]) -> int:
         check_output(args.output_dir, "--output_dir")
         _prepare(mixture, args)
     except MemoryError:
-        return complain(
+        return print_error(
             "Memory is full: free some, or lower --num_proc; the same command continues where it stopped.", 1
         )
     except KeyboardInterrupt:
-        return complain("stopped; the same command continues where it stopped.", 130)
+        return print_error("stopped; the same command continues where it stopped.", 130)
     return 0
 
 

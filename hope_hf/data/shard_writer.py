@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hope_hf.common.files import flush_to_disk, read_small, replace_text, unfinished
-from hope_hf.common.process import die_with_parent
+from hope_hf.common.process import sigterm_on_parent_exit
 
 from .encoding import Encode, make_encoder
 from .mixture import FLAG, Kind
@@ -254,7 +254,7 @@ def _batches(documents: Dataset) -> Iterator[list[str]]:
 
 def _begin(tokenizer_folder: str) -> None:
     global _encode
-    die_with_parent()
+    sigterm_on_parent_exit()
     _encode = make_encoder(load_tokenizer(tokenizer_folder))
 
 

@@ -35,7 +35,7 @@ _TOKENIZER_BYTES = 32_000_000
 
 
 @dataclass
-class Opened:
+class OpenSource:
     """Training and validation data of all ranks, tokenized or about to be."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class Opened:
     """False for random tokens, which have no bytes and no documents."""
 
 
-def open_text(config: DataConfig) -> Opened:
+def open_text(config: DataConfig) -> OpenSource:
     """A data set, files or the built-in corpus; tokenized here, or while training if it is a stream."""
     template = _chat_template(config)
     sources = open_sources(config, template)
@@ -89,7 +89,7 @@ def open_text(config: DataConfig) -> Opened:
         train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
         tokens, identity, size, count = len(stream), stream.digest(), _size(stream), stream.count
         former = None
-    return Opened(
+    return OpenSource(
         tokenizer=tokenizer,
         train=train,
         train_tokens=tokens,
@@ -135,14 +135,14 @@ def _chat_template(config: DataConfig) -> ChatTemplate | None:
     return ChatTemplate(tokenizer)
 
 
-def open_synthetic(config: DataConfig) -> Opened:
+def open_synthetic(config: DataConfig) -> OpenSource:
     """Rows of seeded random tokens, for measuring speed. Every row is one document, so no boundary is marked."""
     tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else train_tokenizer([], 258)
     vocab_size = config.vocab_size or (len(tokenizer) if config.tokenizer_name else DEFAULT_VOCAB_SIZE)
     check_vocabulary(tokenizer, vocab_size)
     rows, held_rows = config.max_train_samples or 1 << 20, config.max_eval_samples or 32
     blocks = RandomBlocks(rows, config.block_size, vocab_size, stable_seed(config.seed, 0))
-    return Opened(
+    return OpenSource(
         tokenizer=tokenizer,
         train=partial(BlockLoader, blocks, Shuffled(rows, config.seed), positions=False),
         train_tokens=rows * config.block_size,
@@ -153,7 +153,7 @@ def open_synthetic(config: DataConfig) -> Opened:
     )
 
 
-def open_mixture(config: DataConfig) -> Opened:
+def open_mixture(config: DataConfig) -> OpenSource:
     """The corpora of `--dataset_mixture`, tokenized here unless they are shards."""
     corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
     from_hub = any(corpus.dataset_name not in (None, BUILTIN) for corpus in corpora)
@@ -178,7 +178,7 @@ def open_mixture(config: DataConfig) -> Opened:
     return _mixed(config, tokenizer, parts, config.dataset_mixture)
 
 
-def open_shards(config: DataConfig) -> Opened:
+def open_shards(config: DataConfig) -> OpenSource:
     """The corpora of a folder of shards, with the weights that they were prepared with."""
     folder = open_folder(config.train_shards, "--train_shards")
     tokenizer = folder.tokenizer(config)
@@ -257,7 +257,9 @@ def _size(stream: TokenStream) -> str:
     return f"{len(stream.starts):,} documents, {len(stream):,} tokens"
 
 
-def _mixed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[CorpusTokens], source: str) -> Opened:
+def _mixed(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[CorpusTokens], source: str
+) -> OpenSource:
     carry = config.document_boundary == "carry"
     if carry and len(parts) > 1:
         raise ValueError(
@@ -278,7 +280,7 @@ def _mixed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, parts: list[C
     shares = ", ".join(
         f"{part.name} {share / len(order):.1%}" for part, share in zip(parts, order.shares, strict=True)
     )
-    return Opened(
+    return OpenSource(
         tokenizer=tokenizer,
         train=partial(BlockLoader, blocks, order, positions=not carry),
         train_tokens=tokens,
@@ -363,7 +365,7 @@ def _decoded(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
 class Source:
     """One kind of text."""
 
-    open: Callable[[DataConfig], Opened]
+    open: Callable[[DataConfig], OpenSource]
     texts: Callable[[DataConfig], tuple[dict[str, list[str]], str]]
     """See `validation_texts`."""
 
@@ -378,7 +380,7 @@ SOURCES = {
 _TEXT = Source(open_text, _texts_of_text)
 
 
-def open_source(config: DataConfig) -> Opened:
+def open_source(config: DataConfig) -> OpenSource:
     """Open what the flags name. Raises ValueError that names the flag or file."""
     return open_synthetic(config) if config.dataset_name == "synthetic" else _source(config).open(config)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from hope_hf.common.files import replace_text, write_errors
 from hope_hf.common.flags import check_output
 from hope_hf.common.folder_lock import FolderLock
-from hope_hf.common.process import complain
+from hope_hf.common.process import print_error
 from hope_hf.common.results import (
     RESULTS_FILE,
     SCHEMA_VERSION,
@@ -205,7 +205,7 @@ class Report:
                     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
                     replace_text(self.folder / f"{file}.jsonl", "".join(lines))
         except ValueError as error:
-            complain(error, 1)
+            print_error(error, 1)
         if result.pictures and can_draw():
             with titled(self._model):
                 drawn = [file for file, draw in result.pictures.items() if draw_or_warn(draw, self.folder / file)]

@@ -15,12 +15,12 @@ import transformers
 
 from hope_hf.common.flags import check_output
 from hope_hf.common.process import (
-    complain,
     first_line,
     go_offline,
     is_first_process,
     memory_is_full,
     one_line,
+    print_error,
     set_up_cpu,
 )
 from hope_hf.common.program import printed
@@ -117,7 +117,7 @@ def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) ->
             status = max(status, evaluate(own, trackers))
         # The checkpoint is broken, or the run has deleted it: the others are evaluated.
         except ValueError as error:
-            status = complain(error, 1)
+            status = print_error(error, 1)
     if is_first_process():
         for picture in draw_history(args.output_dir):
             print(f"Over all checkpoints: {picture}")
@@ -170,7 +170,7 @@ def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | No
             checkpoint = as_checkpoint(args.model_name_or_path or "")
             trackers.log(Sent(numbers(report.record["results"]), report.pictures, checkpoint))
     except ValueError as error:
-        return complain(error, 1)
+        return print_error(error, 1)
     return 0
 
 
@@ -186,7 +186,7 @@ def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
         # Any exception of a suite or a library is caught, so that the other suites still run.
         except Exception as error:
             report.failed[name] = _sentence(name, error)
-            complain(report.failed[name], 1)
+            print_error(report.failed[name], 1)
             is_mistake = isinstance(error, ValueError) and not isinstance(error, CannotRun)
             status = max(status, 2 if is_mistake else 1)
             continue

@@ -40,7 +40,7 @@ def memory_states(cache: HopeCache) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def repeated(cache, times: int):
+def repeat_rows(cache, times: int):
     """A cache with every row of the given one repeated, which stays; all its rows have learned the same."""
     levels = getattr(cache, "levels", None)
     if levels is None:
@@ -74,7 +74,7 @@ def carried_scores(
     """
     length = input_ids.shape[1] - 1
     # a model makes its own where none is given
-    cache = None if begins_with is None else repeated(begins_with, len(input_ids))
+    cache = None if begins_with is None else repeat_rows(begins_with, len(input_ids))
     # Models with other kinds of state may not read several tokens after their first call.
     in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
     ends = [length]

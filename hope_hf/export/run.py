@@ -9,7 +9,7 @@ import transformers
 
 from hope_hf.common.flags import Checked, check_output, check_repo_id
 from hope_hf.common.parser import Parser
-from hope_hf.common.process import complain
+from hope_hf.common.process import print_error
 from hope_hf.common.program import program
 
 from .folder import DEFAULT_LICENSE, ExportFailed, export_folder
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         if options.push_to_hub:
             _push(out, repo_id, options.private)
     except ExportFailed as error:
-        return complain(error, 1)
+        return print_error(error, 1)
     return 0
 
 

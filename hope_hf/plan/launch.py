@@ -9,8 +9,8 @@ import torch
 
 from hope_hf.common.launch_file import LOW_PRECISION
 from hope_hf.common.launch_file import read as read_content
+from hope_hf.common.packaged import LAUNCH_FILES, find_file
 from hope_hf.common.recompute import parse_recomputed
-from hope_hf.common.shipped import LAUNCH_FILES, find_file
 
 MOST_PROCESSES = 65_536
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"

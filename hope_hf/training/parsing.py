@@ -7,13 +7,13 @@ from pathlib import Path
 from hope_hf.common.defaults import VOCAB_SIZE, defaults_of
 from hope_hf.common.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_text_flags
 from hope_hf.common.launch_file import MICRO_BATCH, deepspeed_json
+from hope_hf.common.packaged import RECIPES, packaged_files
 from hope_hf.common.parser import Parser, named_flags
 from hope_hf.common.process import warn_once
 from hope_hf.common.recipe import MODELS, read_recipe, replaced
 from hope_hf.common.recompute import parse_recomputed
 from hope_hf.common.run_arguments import FLAGS, GROUPS, Arguments
 from hope_hf.common.run_recipe import split_run_recipe
-from hope_hf.common.shipped import RECIPES, shipped_files
 
 from .process import parse_stop_after
 from .schedule import parse_settings
@@ -24,7 +24,7 @@ FIRST = (
     "output_dir", "train_file", "dataset_name", "config_name", "model_name_or_path", "tokenizer_name", "block_size",
     "per_device_train_batch_size", "learning_rate", "max_train_steps",
 )  # fmt: skip
-DEMO_RECIPE = shipped_files(RECIPES)["demo.yaml"]
+DEMO_RECIPE = packaged_files(RECIPES)["demo.yaml"]
 # The default of transformers.
 POLYNOMIAL_END = 1e-7
 NAMES_DATA = {*TEXT_SOURCES, "validation_file"}

@@ -3,7 +3,7 @@
 import errno
 
 from hope_hf.common.files import PROCESSES
-from hope_hf.common.process import complain, die_with_launcher, first_line, launched_rank, memory_is_full
+from hope_hf.common.process import first_line, launched_rank, memory_is_full, print_error, sigterm_on_launcher_exit
 from hope_hf.common.program import program
 from hope_hf.interrupt import STATUS
 
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     """Parse `argv` and train. Returns 0, or 2 after a mistake of the user, or 1 if training diverged, a check of
     `--dry_run` failed or another process is gone, or 130 after Ctrl-C outside of the steps or twice.
     """
-    die_with_launcher()
+    sigterm_on_launcher_exit()
     args = parse(argv)
     # Not at the top: --help and misspelled flags need no import of models and data sets.
     from .engines.guard import OneSidedError, gone, lost_process
@@ -30,12 +30,12 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         if args.dry_run:
             raise
-        return complain(QUIT, STATUS)
+        return print_error(QUIT, STATUS)
     except TrainingDiverged as error:
-        return complain(error, 1)
+        return print_error(error, 1)
     except (RuntimeError, MemoryError) as error:
         if memory_is_full(error):
-            return complain(
+            return print_error(
                 "The memory does not hold the run: lower --per_device_train_batch_size, --block_size or the model's "
                 "size, or give --gradient_checkpointing; "
                 f"{PROCESSES}/ram_rank{launched_rank()}.jsonl in --output_dir shows what filled it "
@@ -46,15 +46,15 @@ def main(argv: list[str]) -> int:
         reason = lost_process(error)
         if reason is None:
             raise
-        return complain(gone(reason), 1, everywhere=True)
+        return print_error(gone(reason), 1, everywhere=True)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        return complain(
+        return print_error(
             f"--output_dir {args.output_dir} cannot be written ({error.strerror}): free space there or make it "
             "writable, then repeat the command; checkpoints that are complete are intact.",
             2,
             everywhere=True,
         )
     except ValueError as error:
-        return complain(error, 2, everywhere=isinstance(error, OneSidedError))
+        return print_error(error, 2, everywhere=isinstance(error, OneSidedError))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hope_hf.common import process
-from hope_hf.common.process import choose_device, print_anything
+from hope_hf.common.process import accept_any_character, choose_device
 
 
 def test_any_text_can_be_printed(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
-    print_anything()
+    accept_any_character()
     print("€ 你", flush=True)
     assert written.getvalue() == b"\x80 \\u4f60\n"
 

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from hope_hf.common import program as program_module
-from hope_hf.common.program import LogLines, Outliving, lines_of_datasets, printed, program
+from hope_hf.common.program import DroppingStream, LogLines, lines_of_datasets, printed, program
 from hope_hf.interrupt import _is_ours, while_importing
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_a_mistake_of_the_user_is_one_sentence(capsys):
 def test_output_goes_on_without_a_reader():
     reader, writer = os.pipe()
     with open(writer, "w", encoding="utf-8") as pipe:
-        stream = Outliving(pipe)
+        stream = DroppingStream(pipe)
         print("read", file=stream, flush=True)
         assert os.read(reader, 100) == b"read\n"
         os.close(reader)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hope_hf import CACHE_NAME, frozen_memories
 
 from ..display import progress
-from ..streams import PIECE, repeated
+from ..streams import PIECE, repeat_rows
 from ..subject import Subject, require_finite
 from .classes import ClassGroups, Example, Hits, first_of_each_class
 
@@ -131,7 +131,7 @@ def choose(subject: Subject, prefix, contexts: list[list[int]], candidates: list
         for start in range(0, len(alike), together):
             part = alike[start : start + together]
             ids = torch.tensor([contexts[index] for index in part], device=subject.model.device)
-            cache = repeated(prefix, len(part))
+            cache = repeat_rows(prefix, len(part))
             outputs = subject.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
             scores = _first(outputs.logits, candidates) + _rest(
                 subject, outputs[CACHE_NAME], len(part), candidates, rows
@@ -157,7 +157,7 @@ def _rest(subject: Subject, cache, batch: int, candidates: list[list[int]], rows
         # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
         ids = tokens.repeat(batch, 1).to(subject.model.device)
         logits = subject.model(
-            input_ids=ids[:, :-1], use_cache=True, **{CACHE_NAME: repeated(cache, len(part))}
+            input_ids=ids[:, :-1], use_cache=True, **{CACHE_NAME: repeat_rows(cache, len(part))}
         ).logits
         scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
         scores = scores.where(counted[:, 1:].repeat(batch, 1), 0.0).sum(1)

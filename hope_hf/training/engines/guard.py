@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from hope_hf.common.process import complain, first_line, local_processes
+from hope_hf.common.process import first_line, local_processes, print_error
 
 from .placement import device_name
 
@@ -155,7 +155,7 @@ class NeighbourWatch:
             while processes and not self._left.wait(0.1):
                 ended = ends.poll(0)
                 if ended and not self._left.wait(PATIENCE):
-                    complain(gone(f"process {processes[ended[0][0]]} has ended"), 1, everywhere=True)
+                    print_error(gone(f"process {processes[ended[0][0]]} has ended"), 1, everywhere=True)
                     # The main thread may never return.
                     os._exit(1)
 

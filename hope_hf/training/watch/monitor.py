@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hope_hf.common.files import PROCESSES
 from hope_hf.common.gpus import peak_flops
-from hope_hf.common.process import wished_threads
+from hope_hf.common.process import threads_of_user
 from hope_hf.common.run_arguments import Arguments
 
 from ..engines.base import Engine, Update
@@ -62,7 +62,7 @@ class Monitor:
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
         self._told_of_empty = False
-        chosen = args.cpu_threads is not None or wished_threads() is not None
+        chosen = args.cpu_threads is not None or threads_of_user() is not None
         self._threads = None if chosen or self._device.type != "cpu" else ThreadLimit(self.say)
 
     def __enter__(self):

@@ -140,7 +140,7 @@ def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # The default of launchers.
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(process, "_launcher_was_told", lambda: False)
+    monkeypatch.setattr(process, "_launcher_has_threads", lambda: False)
     assert default_threads() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert default_threads() == 2

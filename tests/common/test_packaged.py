@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hope_hf.common.shipped import LAUNCH_FILES, RECIPES, find_file, launch_files, recipes
+from hope_hf.common.packaged import LAUNCH_FILES, RECIPES, find_file, launch_files, recipes
 from hope_hf.data import read_mixture
 from hope_hf.plan.parsing import parse as parse_plan
 from hope_hf.training.parsing import parse as parse_training

@@ -15,7 +15,7 @@ RECIPES = "recipes"
 LAUNCH_FILES = "accelerate_configs"
 
 
-def shipped_files(kind: str) -> dict[str, Path]:
+def packaged_files(kind: str) -> dict[str, Path]:
     """The YAML files of `RECIPES` or `LAUNCH_FILES`, by their names in that folder."""
     folder = Path(__file__).parents[1] / kind
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
@@ -26,7 +26,7 @@ def find_file(name: str | Path, kind: str) -> str | Path:
 
     A name of neither is returned as it is; the caller says that it cannot be read.
     """
-    return name if os.path.exists(name) else shipped_files(kind).get(str(name).removeprefix(f"{kind}/"), name)
+    return name if os.path.exists(name) else packaged_files(kind).get(str(name).removeprefix(f"{kind}/"), name)
 
 
 @program
@@ -59,7 +59,7 @@ def make_parser(command: str, use: str = "") -> Parser:
 
 def _list_or_copy(argv: list[str], command: str, kind: str, use: str) -> int:
     options = make_parser(command, use).parse_args(argv)
-    files = shipped_files(kind)
+    files = packaged_files(kind)
     if options.copy is not None:
         print(_copy(options.copy, files, command, options.to or "."))
         return 0
