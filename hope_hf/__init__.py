@@ -6,7 +6,7 @@ from .interrupt import while_importing as while_importing
 # isort: split
 import transformers
 
-from .frozen import FrozenMixture, frozen_memories
+from .frozen import frozen_memories
 from .model.cache_hope import CACHE_NAME, HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig
 from .model.level_learning import LevelLearning
@@ -33,7 +33,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CACHE_NAME",
     "PRESETS",
-    "FrozenMixture",
     "HopeCache",
     "HopeConfig",
     "HopeForCausalLM",

@@ -28,7 +28,7 @@ ROOMS = {
     "hope_hf/__main__.py": {"hope_hf_main"},
     "run_clm.py": {"hope_hf.training"},
     "hope_hf/__init__.py": {"transformers", "hope_hf.interrupt", "hope_hf.frozen", "hope_hf.model"},
-    "hope_hf/frozen.py": {"torch", "transformers", "hope_hf.model"},
+    "hope_hf/frozen.py": {"torch", "transformers"},
     "hope_hf/interrupt.py": set(),
     "hope_hf/reference.py": {"torch"},
     # exported to the Hub unchanged: transformers installs huggingface_hub and safetensors, nothing else is there
@@ -68,10 +68,10 @@ ROOMS = {
 
 # The rooms by floor: each imports from lower floors and itself alone, so no imports go round in a circle.
 FLOORS = (
-    {"hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
-    {"hope_hf/common", "hope_hf/frozen.py"},
-    {"hope_hf/__init__.py", "hope_hf/data", "hope_hf/export"},
-    {"hope_hf/chat", "hope_hf/convert", "hope_hf/evaluation", "hope_hf/plan"},
+    {"hope_hf/frozen.py", "hope_hf/interrupt.py", "hope_hf/model", "hope_hf/optim", "hope_hf/reference.py"},
+    {"hope_hf/__init__.py", "hope_hf/common"},
+    {"hope_hf/convert", "hope_hf/data", "hope_hf/export"},
+    {"hope_hf/chat", "hope_hf/evaluation", "hope_hf/plan"},
     {"hope_hf/training", "run_eval.py"},
     {"run_clm.py", "hope_hf_main.py"},
     {"hope_hf/__main__.py"},
@@ -83,7 +83,7 @@ LAZY = dict.fromkeys(("matplotlib", "wandb", "evaluate", "lm_eval", "jinja2", "d
 LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf/convert"}, "peft": {"hope_hf/common"}}
 
 PUBLIC = [
-    "CACHE_NAME", "PRESETS", "FrozenMixture", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
+    "CACHE_NAME", "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
     "__version__", "frozen_memories", "learning_rate_search",
 ]  # fmt: skip

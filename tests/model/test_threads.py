@@ -5,13 +5,14 @@ The threads take turns at fixed places, so that each test meets the same moment 
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 from learning_models import random_ids
 from mixers import LAYERS
 
-from hope_hf import FrozenMixture, HopeCache, LevelLearning, frozen_memories, learning_rate_search
+from hope_hf import HopeCache, LevelLearning, frozen_memories, learning_rate_search
 from hope_hf.model import level_pieces
 
 LEARNS = dict(periods=[8, 16], rate=0.05, drift=0.5, gate=False, brake=0.0)
@@ -88,14 +89,14 @@ def test_a_thread_that_reads_frozen_freezes_no_other(tiny_model, options):
     assert torch.equal(model(ids, freeze_memories=True).logits, frozen)
 
 
-def test_threads_that_write_and_mix_at_once(tiny_model):
+def test_threads_that_write_live_and_frozen_at_once(tiny_model):
     model = tiny_model()
     prompts = [random_ids(1, 20, seed=seed) for seed in range(3)]
     options = dict(do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0)
 
-    def write(prompt, is_mixed):
-        mixture = [FrozenMixture(model)] if is_mixed else None
-        return model.generate(prompt, logits_processor=mixture, **options)
+    def write(prompt, is_frozen):
+        with frozen_memories(model) if is_frozen else nullcontext():
+            return model.generate(prompt, **options)
 
     jobs = [(prompts[0], True), (prompts[1], False), (prompts[2], False)]
     alone = [write(*job) for job in jobs]
