@@ -1,12 +1,16 @@
-"""Writes the files that `test_frozen.py` loads, in the formats of the code at hand: `python tests/frozen/make.py`.
+"""Writes files that `test_frozen.py` loads, in the formats of the code at hand: `python tests/frozen/make.py NAME`.
+
+The folder NAME then holds
 
     plain/      a run of one process that stopped after step 2 of 4: weights and optimizer in one file each
     sharded/    the same of two processes under FSDP2 with --save_sharded: a file of each from every process
     cache/      what the model of plain/ has read, as `HopeCache.save_pretrained` writes it
-    expected.json   what the code of then made of them: losses of steps 3 and 4, evaluation, logits after the cache
+    learned/    the same of two rows of unequal length, and what levels have learned from them
+    expected.json   what the code of then made of them: losses of steps 3 and 4, evaluation, logits after the caches
 
-Last run at commit 4e509c2, before the files of the package were merged. Run it again only for a change of a format
-that old files need not survive, and say so in the commit.
+`first` is of commit 4e509c2, before the files of the package were merged, `second` of 99a4aad, before the core was
+rewritten for reading. Make another before a change of a format; drop one that files need not survive, and say so in
+the commit.
 """
 
 import hashlib
@@ -49,16 +53,29 @@ def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text("\n\n".join(lines), encoding="utf-8")
 
 
-def logits_after(model, cache) -> torch.Tensor:
-    """[1, 3, vocab_size] of three tokens read after the text of `cache`."""
+LEARNS = {"periods": [16, 64], "rate": 0.02}
+
+
+def logits_after(model, cache) -> list[list[float]]:
+    """Of each row, logits after three tokens read after the text of `cache`."""
+    text = torch.tensor([[7, 8, 9]]).expand(cache.num_sequences, -1)
     with torch.no_grad():
-        return model(torch.tensor([[7, 8, 9]]), cache=cache).logits
+        return model(text, cache=cache).logits[:, -1].tolist()
 
 
 def losses(run: Path) -> list[float]:
     """Losses of the steps that `run` wrote down, its evaluation last."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row.get("train/loss", row.get("eval/loss")) for row in rows]
+
+
+def read_rows(model, cache) -> None:
+    """Let levels learn from two rows, the first of which has 20 tokens of padding in front."""
+    model.config.level_learning = LEARNS
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[0, :20] = 0
+    with torch.no_grad():
+        model(torch.arange(200).view(2, 100) * mask, attention_mask=mask, cache=cache, learn=True)
 
 
 def keep_checkpoint(run: Path, kept: Path) -> None:
@@ -87,26 +104,28 @@ def main() -> None:
         "sharded": [*launch, "--save_sharded"],
     }
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    expected = {}
+    made, expected = HERE / sys.argv[1], {}
     for name, command in starts.items():
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
             subprocess.run(command, cwd=folder, env=environment, check=True)
             run = Path(folder, "run")
-            shutil.rmtree(HERE / name, ignore_errors=True)
-            keep_checkpoint(run, HERE / name)
+            shutil.rmtree(made / name, ignore_errors=True)
+            keep_checkpoint(run, made / name)
             shutil.rmtree(run)
-            shutil.copytree(HERE / name, run)
+            shutil.copytree(made / name, run)
             subprocess.run(starts["plain"], cwd=folder, env=environment, check=True)
             expected[name] = losses(run)
-    model = AutoModelForCausalLM.from_pretrained(HERE / "plain/checkpoint-2").eval()
-    cache = HopeCache(model.config)
+    model = AutoModelForCausalLM.from_pretrained(made / "plain/checkpoint-2").eval()
+    text, rows = HopeCache(model.config), HopeCache(model.config)
     with torch.no_grad():
-        model(torch.arange(100)[None], cache=cache)
-    shutil.rmtree(HERE / "cache", ignore_errors=True)
-    cache.save_pretrained(HERE / "cache", model)
-    expected["cache"] = logits_after(model, cache)[0, -1].tolist()
-    (HERE / "expected.json").write_text(json.dumps(expected, indent=1), encoding="utf-8")
+        model(torch.arange(100)[None], cache=text)
+    read_rows(model, rows)
+    for name, cache in (("cache", text), ("learned", rows)):
+        shutil.rmtree(made / name, ignore_errors=True)
+        cache.save_pretrained(made / name, model)
+        expected[name] = logits_after(model, cache)
+    (made / "expected.json").write_text(json.dumps(expected, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
