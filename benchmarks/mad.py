@@ -5,7 +5,7 @@
     python benchmarks/mad.py --tasks mad-recall mqar --models hope llama
     python benchmarks/mad.py --report                           the tables only
 
-Models of width 64 and two layers (Mamba-2: four) train on fresh samples as `hope-hf eval --suite synthetic` trains
+Models of width 64 and two layers (Mamba-2: four) train on fresh samples as `benchmarks/synthetic.py` trains
 them: the same steps, batches and samples for every model, and about as many parameters (one number of each is fitted;
 the rest of HOPE is its config's default). `hope_frozen` is the control: only convolutions and levels learn.
 `hope_hybrid` has sparse attention in its second layer, with a window that covers the whole text; `hope_hybrid_quarter`
@@ -32,11 +32,13 @@ import benchmarks.quality.peers  # noqa: F401  registers its models
 from benchmarks.quality.models import SPARSE, fields_of_model
 from benchmarks.quality.program import finish
 from benchmarks.quality.results import append, origin, read_rows
+from benchmarks.synthetic.measure import known_tasks
+from benchmarks.synthetic.measure import measure as measure_task
+from benchmarks.synthetic.model import small_model
+from benchmarks.synthetic.training import Diverged
+from hope_hf.common.flags import ModelArguments
 from hope_hf.common.process import set_up_cpu
 from hope_hf.common.results import provenance
-from hope_hf.evaluation.flags import Arguments
-from hope_hf.evaluation.synthetic.model import small_model
-from hope_hf.evaluation.synthetic.suite import synthetic
 
 # Model type, and the fields that give all models one size (0.13 M parameters besides the embedding).
 UNTIED = {"tie_word_embeddings": False}
@@ -88,26 +90,15 @@ class Job:
     seed: int
 
     @property
-    def arguments(self) -> Arguments:
-        """The flags of `hope-hf eval` that train and test it."""
+    def architecture(self) -> ModelArguments:
+        """The model's type and fields."""
         model_type, overrides = MODELS[self.model]
-        rows, steps = TASKS[self.task]
-        return Arguments(
-            suite="synthetic",
-            tasks=self.task,
-            model_type=model_type,
-            config_overrides=json.dumps(overrides),
-            learning_rate=self.learning_rate,
-            batch_size=rows,
-            max_train_steps=steps,
-            seed=self.seed,
-            device="cpu",
-        )
+        return ModelArguments(model_type=model_type, config_overrides=json.dumps(overrides))
 
     @property
     def settings(self) -> str:
         """A hash of the model's config and of its training: rows with different hashes are never compared."""
-        config = fields_of_model(small_model(self.arguments, 16, 0).config)
+        config = fields_of_model(small_model(self.architecture, 16, 0).config)
         words = json.dumps([config, TASKS[self.task]], sort_keys=True, default=str)
         return hashlib.sha256(words.encode()).hexdigest()[:12]
 
@@ -115,13 +106,17 @@ class Job:
 def measure(job: Job) -> dict:
     """Train and test; the row for the results file, with `"accuracy": None` if the training diverged."""
     start = time.perf_counter()
+    rows, steps = TASKS[job.task]
+    task = known_tasks()[job.task].with_settings(
+        batch_size=rows, max_train_steps=steps, learning_rate=job.learning_rate
+    )
     try:
-        lengths = synthetic(job.arguments).tables["Synthetic tasks"]
-        accuracy, row = [length["accuracy"] for length in lengths], lengths[0]
-    except ValueError as error:
-        if "the loss became" not in str(error):
-            raise
-        accuracy, row = None, {}
+        lengths = measure_task(task, job.architecture, job.seed)
+        accuracy = [length["accuracy"] for length in lengths]
+        row = lengths[0]
+    except Diverged:
+        accuracy = None
+        row = {}
     return asdict(job) | {
         "accuracy": accuracy,
         **{name: row.get(name) for name in ("steps", "parameters", "n")},

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from benchmarks import mad
-from hope_hf.evaluation.synthetic.model import small_model
-from hope_hf.evaluation.synthetic.suite import known_tasks
+from benchmarks.synthetic.measure import known_tasks
+from benchmarks.synthetic.model import small_model
 
 pytestmark = pytest.mark.benchmarks
 
@@ -21,7 +21,7 @@ FLAGS = ["--tasks", "mad-memorisation", "--models", "llama", "--learning_rates",
 
 
 def parameters(model: str) -> int:
-    return small_model(mad.Job("mad-recall", model, 3e-3, 1).arguments, 16, 0).num_parameters()
+    return small_model(mad.Job("mad-recall", model, 3e-3, 1).architecture, 16, 0).num_parameters()
 
 
 @pytest.mark.parametrize("model", mad.MODELS)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.synthetic.associative_recall import recall_batch
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.evaluation.synthetic.associative_recall import recall_batch
 
 # 4 pairs, then all keys in another order. Chance: 1/8 over all values, 1/4 over the written ones. It takes 50 steps.
 SMALL = dict(steps=100, pairs=4, symbols=8, rows=32, learning_rate=6e-3)

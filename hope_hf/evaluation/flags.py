@@ -16,7 +16,6 @@ from hope_hf.common.flags import (
     TEXT_SOURCES,
     THREADS,
     Bounds,
-    ModelArguments,
     TextArguments,
     check_streaming,
     files_flag,
@@ -34,13 +33,15 @@ LM_EVAL = "zero_shot"
 
 
 @dataclass
-class SubjectArguments(ModelArguments):
-    """Which model is measured. The flags of a new model are for `synthetic`, which trains its own."""
+class SubjectArguments:
+    """Which model is measured."""
+
+    _argument_group_name = "model"
 
     model_name_or_path: str | None = flag(None, "The model: folder of a run or of a saved model, or Hub name.")
-    config_name: str | None = flag(None, "synthetic: config of the model, as for hope-hf train.")
-    config_overrides: str | None = flag(None, "synthetic: fields of that config: 'hidden_size=256' or a JSON object.")
-    model_type: str | None = flag(None, "synthetic: architecture: hope (default) or any other causal LM.")
+    tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own (folder or Hub name).")
+    trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
+    attn_implementation: str | None = flag(None, "Attention kernel: sdpa, eager, flash_attention_2, ...")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class SuiteArguments:
 
     suite: str = flag(
         "perplexity,sample",
-        "Comma-separated suites: perplexity, passkey, needle, memory, synthetic, zero_shot, continual, "
+        "Comma-separated suites: perplexity, passkey, needle, memory, zero_shot, continual, "
         "class_incremental, sample.",
     )
     lengths: str | None = flag(None, "Comma-separated lengths in tokens; k is 1,024 (1k,2k,4k).")
@@ -72,7 +73,7 @@ class SuiteArguments:
     samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
     tasks: str | None = flag(
         None,
-        "Comma-separated tasks. synthetic, needle, class_incremental: their own (default: all); zero_shot: "
+        "Comma-separated tasks. needle, class_incremental: their own (default: all); zero_shot: "
         "lm-eval's, YAML files with --trust_remote_code, or paper for the nine of the paper (default).",
     )
     num_fewshot: int | None = flag(
@@ -91,21 +92,14 @@ class SuiteArguments:
     )
     limit: int | None = flag(None, "Use at most N samples per measurement; the report is marked as limited.", **COUNT)
     max_train_steps: int | None = flag(
-        None,
-        "Steps of training. synthetic: default the task's own; class_incremental: of each group (default: 100).",
-        **COUNT,
+        None, "class_incremental: steps of fine-tuning on each group (default: 100).", **COUNT
     )
     learning_rate: float | None = flag(
         None,
-        "synthetic: peak learning rate (default: the task's own); class_incremental, continual: of fine-tuning "
-        "(default: 5e-4, 5e-5).",
+        "class_incremental, continual: learning rate of fine-tuning (default: 5e-4, 5e-5).",
         above=0,
         below=1,
     )
-    ema_decay: float = flag(
-        0.0, "synthetic: decay per step of a moving mean of the weights, tested as well (0: none).", least=0, below=1
-    )
-    num_seeds: int = flag(1, "synthetic: models trained per task, with seeds --seed, --seed + 1, ...", **COUNT)
     segments: str | None = flag(
         None,
         "continual: a YAML file with a corpus for each segment, in the keys of --dataset_mixture (default: what the "
@@ -137,12 +131,12 @@ class RunArguments:
     archive_dir: str | None = flag(None, "Keep every report as RUN/TIME.json in this folder; nothing is overwritten.")
     report_to: str = flag("none", "Trackers of numbers and pictures: none, or comma-separated (wandb,tensorboard).")
     batch_size: str | None = flag(
-        None, "Rows per forward pass (default: 8; synthetic: the task's own); zero_shot: auto, as many as fit."
+        None, "Rows per forward pass (default: 8); zero_shot: auto, as many as fit."
     )
     offline: bool = flag(False, "Do not contact the Hub: models, tokenizers and data are local or in its cache.")
     dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Dtype of the weights.")
     device: str | None = flag(None, DEVICE)
-    seed: int = flag(42, "Seed of samples, and of models that are trained.", **SEED)
+    seed: int = flag(42, "Seed of samples, and of fine-tuning.", **SEED)
     cpu_threads: int | None = flag(None, "Threads (default: OMP_NUM_THREADS, or all cores).", **THREADS)
 
 
@@ -194,9 +188,9 @@ class Suite:
     measure: `measure(args, subject) -> SuiteResult`. It writes nothing; a mistake raises ValueError of one sentence.
     reads: the flags that it reads. Other given flags raise a warning.
     tasks: the names of `--tasks` that the suite defines.
-    loads_model: whether the program loads the model, as `subject`. Other suites train models or load several.
     needs_memory: whether it measures self-modifying memories.
-    over_checkpoints: whether it reads all checkpoints of a run at once.
+    over_checkpoints: whether it loads the models itself, all checkpoints of a run. For the others the program loads
+        one model, as `subject`.
     in_processes: whether several processes can share its work.
     package: what it imports besides the package's own requirements, if anything.
     """
@@ -204,7 +198,6 @@ class Suite:
     measure: Callable
     reads: frozenset[str]
     tasks: Collection[str] = ()
-    loads_model: bool = True
     needs_memory: bool = False
     over_checkpoints: bool = False
     in_processes: bool = False
@@ -344,12 +337,6 @@ def _check(args: Arguments, suites):
     if args.lengths is not None:
         parse_lengths(args.lengths)
     parse_depths(args.depths)
-    for name in ("config_name", "config_overrides", "model_type"):
-        if args.model_name_or_path and getattr(args, name):
-            raise ValueError(
-                f"--{name} shapes models that the synthetic suite trains and --model_name_or_path loads one: "
-                "run them one after the other."
-            )
     for name in TEXT_SOURCES:
         if name != "train_file" and args.validation_file and getattr(args, name):
             raise ValueError(f"--{name} and --validation_file both name the text: give one of them.")

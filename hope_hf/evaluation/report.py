@@ -86,8 +86,7 @@ def as_json(record: dict) -> str:
 
 def as_page(record: dict, results: dict[str, SuiteResult], pictures: dict[str, list[str]]) -> str:
     """The text of results.md; `pictures`: the files of each suite that were drawn."""
-    several = record["config"]["model_name_or_path"] or "models trained by the suite"
-    model = record["model"] or {"name": several, "parameters": 0}
+    model = record["model"] or {"name": record["config"]["model_name_or_path"], "parameters": 0}
     lines = [f"# Evaluation of {model['name']}", ""]
     if model["parameters"]:
         lines.append(f"- {model['type']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}")
@@ -180,7 +179,7 @@ class Report:
 
     @property
     def _model(self) -> str:
-        """Architecture, and folder or name, for the title of pictures; empty where suites train their own models."""
+        """Architecture, and folder or name, for the title of pictures; empty where a suite loads several models."""
         if self.subject is None:
             return ""
         model = self.subject.model
@@ -269,9 +268,9 @@ def _make_by_time(folder: Path, ending: str, make: Callable[[Path], object], fla
                 return path
 
 
-def archive_folder(archive_dir: str, model: str | None) -> Path:
+def archive_folder(archive_dir: str, model: str) -> Path:
     """`<archive_dir>/<run>`. Raises ValueError if it cannot be written."""
-    folder = Path(archive_dir) / run_name(model or "synthetic")
+    folder = Path(archive_dir) / run_name(model)
     check_output(str(folder), "--archive_dir")
     return folder
 

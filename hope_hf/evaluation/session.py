@@ -55,7 +55,7 @@ def _evaluate_all(args: Arguments) -> int:
     if together and len(asked) > 1:
         raise ValueError(f"--suite {together[0]} reads all checkpoints at once: run it without the other suites.")
     checkpoints = [] if together else find_checkpoints(args)
-    name = run_name(checkpoints[0].path if checkpoints else args.model_name_or_path or "synthetic")
+    name = run_name(checkpoints[0].path if checkpoints else args.model_name_or_path)
     with Trackers(args.report_to, name, args.output_dir) as trackers:
         return _each(args, checkpoints, trackers) if checkpoints else evaluate(args, trackers)
 
@@ -73,7 +73,7 @@ def _set_up(args: Arguments):
     asked = names(args.suite)
     # What is wrong is found here and not hours later, after the suites in front of it.
     for name in asked:
-        if SUITES[name].loads_model and not args.model_name_or_path:
+        if not args.model_name_or_path:
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
         if SUITES[name].package and find_spec(SUITES[name].package) is None:
             raise ValueError(f"--suite {name} needs {SUITES[name].package}: pip install 'hope_hf[eval]'.")
@@ -101,8 +101,6 @@ def _join_processes():
 
 def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) -> int:
     """Evaluate the checkpoints that have no report in `--output_dir`, and draw the numbers of all reports there."""
-    if not any(SUITES[name].loads_model for name in names(args.suite)):
-        raise ValueError(f"--suite {args.suite} trains its own models: leave --checkpoints out.")
     if not args.output_dir:
         raise ValueError("Several checkpoints need a folder for their reports: name it with --output_dir.")
     check_output(args.output_dir, "--output_dir")
@@ -150,7 +148,7 @@ def evaluate(args: Arguments, trackers: Trackers) -> int:
     asked = names(args.suite)
     report = Report(args if is_first_process() else replace(args, output_dir=None), asked)
     try:
-        if any(SUITES[name].loads_model for name in asked):
+        if not all(SUITES[name].over_checkpoints for name in asked):
             report.subject = load_subject(args)
         status = _run_suites(args, asked, report)
         if report.results and is_first_process():
@@ -167,7 +165,7 @@ def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | No
             print(f"Archived: {archive(as_json(report.record), kept)}")
         if report.folder:
             print(f"Report: {report.write()}")
-            checkpoint = as_checkpoint(args.model_name_or_path or "")
+            checkpoint = as_checkpoint(args.model_name_or_path)
             trackers.log(Sent(numbers(report.record["results"]), report.pictures, checkpoint))
     except ValueError as error:
         return print_error(error, 1)

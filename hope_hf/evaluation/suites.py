@@ -9,7 +9,6 @@ from .memory import memory
 from .needle.retrieval import needle, passkey
 from .perplexity import perplexity
 from .sample import sample
-from .synthetic.suite import synthetic
 from .zero_shot import zero_shot
 
 SUITES = {
@@ -17,7 +16,6 @@ SUITES = {
     "passkey": passkey,
     "needle": needle,
     "memory": memory,
-    "synthetic": synthetic,
     "zero_shot": zero_shot,
     "continual": continual,
     "class_incremental": class_incremental,

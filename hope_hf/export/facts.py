@@ -19,8 +19,6 @@ from .public import as_text, public_command, public_value, without_folders
 
 FIX = "take it out of the folder to export without it"
 LOSSES = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
-# These suites train their own small models; their results are not those of this model.
-OTHER_MODELS = {"synthetic"}
 # Most rows of one table; the gates of a large model, one row per head, take thousands.
 MOST_ROWS = 40
 
@@ -139,7 +137,7 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
         raise ValueError(f"{path} is of an evaluation that has not ended: wait for it, or run its command again.")
     try:
         size = (record["model"] or {}).get("parameters")
-        suites = {name: suite["tables"] for name, suite in record["results"].items() if name not in OTHER_MODELS}
+        suites = {name: suite["tables"] for name, suite in record["results"].items()}
         facts = EvaluationFacts(
             tables={name: _tables(tables, record["config"]) for name, tables in suites.items() if tables},
             metrics=[] if record["limit"] else _metrics(suites, record["config"]),

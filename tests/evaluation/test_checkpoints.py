@@ -123,8 +123,6 @@ def test_checkpoints_and_trackers_need_their_folders(run, capsys):
     assert "name it with --output_dir" in capsys.readouterr().err
     assert evaluate(run / "checkpoint-2", "--report_to", "wandb") == 2
     assert "--report_to needs a folder" in capsys.readouterr().err
-    assert evaluate(run, "--checkpoints", "all", "--suite", "synthetic", "--output_dir", "x") == 2
-    assert "--suite synthetic trains its own models: leave --checkpoints out" in capsys.readouterr().err
     assert main(["--checkpoints", "all", "--output_dir", "x"]) == 2
     assert "--checkpoints needs a run" in capsys.readouterr().err
 
@@ -151,7 +149,7 @@ def test_archived_reports_are_kept(run, tmp_path):
 
 def test_rows_of_other_models_are_those_of_the_same_numbers():
     def of(**own):
-        return numbers({"synthetic": {"tables": {"Recall": [{"task": "mqar-4", "accuracy": 0.5} | own]}}})
+        return numbers({"own": {"tables": {"Recall": [{"task": "mqar-4", "accuracy": 0.5} | own]}}})
 
     assert of(model="hope", best_step="10").keys() == of(model="llama", best_step="20").keys()
 

@@ -41,7 +41,7 @@ def test_a_suite_declares_every_flag_that_it_reads(folders, text_file, suite):
     SUITES[suite](args, subject)
     seen = vars(args)["seen"]
     assert seen <= SUITES[suite].reads | ALWAYS, seen - SUITES[suite].reads - ALWAYS
-    own = {"samples_per_length", "limit", "seed", "lengths", "depths", "prompts", "num_seeds", "ema_decay", "tasks"}
+    own = {"samples_per_length", "limit", "seed", "lengths", "depths", "prompts", "tasks"}
     assert SUITES[suite].reads & own <= seen
 
 
@@ -56,10 +56,8 @@ def test_every_flag_is_read_by_someone():
         (["--suite", "perplexity", "--seed", "1"], "seed"),
         (["--suite", "passkey", "--train_file", "x"], "train_file"),
         (["--suite", "sample", "--depths", "0"], "depths"),
-        (["--suite", "memory", "--num_seeds", "2"], "num_seeds"),
         (["--suite", "sample", "--prompts", "p", "--train_file", "x"], "train_file"),
         (["--suite", "zero_shot", "--seed", "1", "--lengths", "1k"], "seed"),
-        (["--suite", "synthetic", "--tokenizer_name", "x"], "tokenizer_name"),
         (["--suite", "sample", "--learning_rate", "1e-3"], "learning_rate"),
     ],
 )
@@ -105,7 +103,7 @@ def test_words_that_are_no_model(words, sentence):
 @pytest.mark.parametrize(
     ("tasks", "suite"),
     [
-        ("piqa", "zero_shot"), ("parity", "synthetic"), ("passkey", "needle"),
+        ("piqa", "zero_shot"), ("passkey", "needle"),
         ("mk-niah-1,a.yaml", "needle,zero_shot"),
         (",", "zero_shot"),
     ],
@@ -116,13 +114,13 @@ def test_tasks_choose_their_suites(tasks, suite):
 
 
 def test_a_new_suite_is_one_entry_of_the_table(monkeypatch, capsys):
-    @suite("tasks", tasks=["toy"], loads_model=False)
+    @suite("tasks", tasks=["toy"], over_checkpoints=True)
     def own(args, subject):
         return SuiteResult({"Own": [{"task": name, "score": 1.0} for name in chosen_tasks(args, "own", ["toy"])]})
 
     monkeypatch.setitem(SUITES, "own", own)
-    assert parse(["--tasks", "toy,parity"], SUITES).suite == "own,synthetic"
-    assert main(["--tasks", "toy"]) == 0 and "| toy  | 1.0000 |" in capsys.readouterr().out
+    assert parse(["--tasks", "toy,passkey"], SUITES).suite == "own,needle"
+    assert main(["owner/model", "--tasks", "toy"]) == 0 and "| toy  | 1.0000 |" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -170,16 +170,6 @@ def test_offline_nothing_is_asked_of_the_hub(monkeypatch, capsys):
     assert transformers.utils.hub.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
 
 
-def test_the_synthetic_suite_needs_no_model(tmp_path, capsys):
-    flags = ["--suite", "synthetic", "--tasks", "aa", "--max_train_steps", 2, "--limit", 4, "--cpu_threads", 1]
-    assert main([*map(str, flags), "--output_dir", str(tmp_path / "report"), "--device", "cpu"]) == 0
-    record = json.loads((tmp_path / "report" / "results.json").read_text())
-    assert [row["length"] for row in record["results"]["synthetic"]["tables"]["Synthetic tasks"]] == ["2-50", "51-100"]
-    assert record["model"] is None and "| aa " in capsys.readouterr().out
-    assert main(["--suite", "synthetic", "--tasks", "party"]) == 2
-    assert "party is none of parity" in capsys.readouterr().err
-
-
 def test_samples_repeat_with_their_seed(folders, text_file, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the memory\n\nof a model\n")
@@ -300,7 +290,7 @@ def test_a_picture_that_fails_is_a_warning(folders, text_file, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--suite", "sampl"], "is none of perplexity, passkey, needle, memory, synthetic, zero_shot, "),
+        (["--suite", "sampl"], "is none of perplexity, passkey, needle, memory, zero_shot, "),
         (["--suite", ","], "--suite ',' is empty"),
         (["--lengths", "1k,two"], "--lengths '1k,two' has 'two'"),
         (["--lengths", "0"], "--lengths '0' has '0'"),
@@ -312,12 +302,10 @@ def test_a_picture_that_fails_is_a_warning(folders, text_file, tmp_path, monkeyp
         (["--limit", "-1"], "--limit is -1"),
         (["--seed", "-1"], "--seed is -1"),
         (["--learning_rate", "-1"], "--learning_rate is -1.0"),
-        (["--ema_decay", "1"], "--ema_decay is 1.0: give a number of 0 or more and below 1."),
         (["--dtype", "float16"], "float16"),
         (["--device", "tpu9"], "--device tpu9 cannot be used"),
         (["--device", "meta"], "--device meta cannot be used: this machine has cpu"),
         (["--lenghts", "1k"], "There is no flag --lenghts; did you mean --lengths?"),
-        (["--config_overrides", "hidden_size=64"], "--config_overrides shapes models that the synthetic suite trains"),
         (["--train_shards", "x"], "--train_shards and --validation_file both name the text"),
         (["--dataset_mixture", "x.yaml"], "--dataset_mixture and --validation_file both name the text"),
     ],

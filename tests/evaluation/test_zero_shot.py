@@ -17,7 +17,6 @@ from hope_hf.evaluation import harness_tasks, main, session
 from hope_hf.evaluation.documents import BadDocuments
 from hope_hf.evaluation.harness_tasks import find_tasks, overrides, without_foreign_code
 from hope_hf.evaluation.suites import with_own_tasks
-from hope_hf.evaluation.synthetic.suite import asked_tasks
 from hope_hf.evaluation.zero_shot import rows, zero_shot
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +245,7 @@ def test_two_processes_give_the_digits_of_one(folders, paths, subject, trusting,
     assert record["versions"]["lm_eval"] in next(iter(record["results"]["zero_shot"]["tables"]))
 
 
-@pytest.mark.parametrize("suite", ["perplexity", "zero_shot,synthetic"])
+@pytest.mark.parametrize("suite", ["perplexity", "zero_shot,memory"])
 def test_other_suites_run_in_one_process(folders, suite, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert evaluate(folders["hope"], "--suite", suite, "--tasks", "piqa") == 2
@@ -391,14 +390,12 @@ def test_a_number_of_examples_that_the_task_forbids_is_told(folders, tasks, subj
 
 def test_each_suite_takes_the_tasks_it_knows(piqa, arguments, monkeypatch):
     def seen(suite, tasks):
-        return with_own_tasks(arguments(suite="synthetic,zero_shot", model_name_or_path="x", tasks=tasks), suite)
+        return with_own_tasks(arguments(suite="needle,zero_shot", model_name_or_path="x", tasks=tasks), suite)
 
-    assert [task.name for task in asked_tasks(seen("synthetic", "aa,piqa,mqar-4"))] == ["aa", "mqar-4"]
-    assert find_tasks(seen("zero_shot", "aa,piqa,mqar-4"))[1] == ["piqa"]
-    with pytest.raises(ValueError, match="--tasks names no synthetic task: choose among parity, "):
-        asked_tasks(seen("synthetic", "piqa"))
+    assert seen("needle", "passkey,piqa,s-niah-1").tasks == "passkey,s-niah-1"
+    assert find_tasks(seen("zero_shot", "passkey,piqa,s-niah-1"))[1] == ["piqa"]
     with pytest.raises(ValueError, match="--tasks names none of lm-eval's tasks"):
-        find_tasks(seen("zero_shot", "aa"))
+        find_tasks(seen("zero_shot", "passkey"))
     with pytest.raises(ValueError, match="--tasks paritty is not a task of lm-eval"):
         find_tasks(seen("zero_shot", "aa,paritty"))
 

@@ -64,7 +64,6 @@ def write_results(trained):
             "perplexity": SuiteResult({f"Text: {text}": [row]}),
             "passkey": SuiteResult({"Passkey": [passkey]}),
             "memory": SuiteResult({"Gates": [{"layer": index, "rate": 0.5} for index in range(50)]}),
-            "synthetic": SuiteResult({"Synthetic tasks": [{"task": "parity", "accuracy": 1.0}]}),
         }
         args = flags.Arguments(
             model_name_or_path=str(trained), validation_file=text, output_dir=str(folder), limit=limit

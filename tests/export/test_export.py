@@ -82,7 +82,7 @@ def test_the_page(trained, exported):
     assert f"python run_clm.py --train_file '*.txt' --output_dir={trained.name}" in page
     assert "loss 5.2500, perplexity 190.5000, bits per byte 2.5000" in page
     assert "**Text: held out.txt**" in page and "5.5000 ± 0.2500" in page
-    assert "(and 10 rows more)" in page and "parity" not in page
+    assert "(and 10 rows more)" in page
     assert "2512.24695" in page and "vLLM" in page and "GGUF" in page
 
 

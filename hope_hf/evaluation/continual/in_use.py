@@ -33,7 +33,7 @@ LEARNING_RATE = 5e-5
 LEVELS, CONTEXT, TUNING = "levels learn", "in context", "fine-tuning"
 
 
-@suite(*MODEL, *TEXT, "segments", "learning_rate", "batch_size", loads_model=False, over_checkpoints=True)
+@suite(*MODEL, *TEXT, "segments", "learning_rate", "batch_size", over_checkpoints=True)
 def continual(args: Arguments, subject=None) -> SuiteResult:
     """Segments by each checkpoint of a run (`of_checkpoints`), or learned in use by one model (`learn_in_use`).
 
@@ -43,7 +43,7 @@ def continual(args: Arguments, subject=None) -> SuiteResult:
     checkpoints = find_checkpoints(args)
     if len(checkpoints) > 1:
         return of_checkpoints(args, checkpoints, open_segments)
-    if not checkpoints and args.model_name_or_path:
+    if not checkpoints:
         subject = load_subject(args)
         if subject.learns:
             return learn_in_use(args, subject, open_segments(subject))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ..display import progress
-from ..result import CannotRun
+from hope_hf.evaluation.display import progress
+
 from .task import Batch, Task, loss, score
 
 # Steps between checks. Small, since a model may count exactly for a few dozen steps only.
@@ -21,6 +21,10 @@ WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
 # Offsets of the seeds of the check's and of the test's samples; no training uses these seeds.
 CHECK_STREAM, TEST_STREAM = 10**9, 2 * 10**9
+
+
+class Diverged(ValueError):
+    """A loss that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
     Stops early once all check samples of the checked bins are right. They are drawn separately from the samples of
     training and test. With an `ema_decay` the weights of the step or their mean may pass: training may lose an exact
     count again, and the mean may count right where single steps drift. A language of few words has no separate
-    samples: the check uses the tested words, the longer bin's included, as in Irie et al. 2023. Raises ValueError that
-    names the task if the loss is not finite.
+    samples: the check uses the tested words, the longer bin's included, as in Irie et al. 2023. Raises Diverged if
+    the loss is not finite.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -59,7 +63,7 @@ def train(task: Task, model: nn.Module, seed: int, device: torch.device) -> Trai
         batch = task.draw(task.batch_size, generator, None).to(device)
         value = loss(module(batch.input_ids), batch)
         if not math.isfinite(value.item()):
-            raise CannotRun(
+            raise Diverged(
                 f"Task {task.name}: the loss became {value.item()} at step {step}; "
                 f"try a --learning_rate below {task.learning_rate:g}."
             )
@@ -115,7 +119,7 @@ def score_samples(task: Task, module: nn.Module, samples: Batch, batch_size: int
         try:
             scores.append(score(module(batch.input_ids), batch).cpu())
         except ValueError as error:
-            raise CannotRun(
+            raise ValueError(
                 f"Task {task.name} cannot be scored: {error}; try a --learning_rate below {task.learning_rate:g}."
             ) from None
     module.train(was_training)

@@ -1,7 +1,6 @@
-"""The small models that the synthetic suite trains from scratch."""
+"""The small models that are trained from scratch."""
 
 import json
-import warnings
 from dataclasses import replace
 
 import torch
@@ -9,9 +8,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hope_hf import PRESETS
+from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import build_config, build_model, parse_overrides
-
-from ..flags import Arguments
 
 _WIDEST_CELL = 40
 # Width 64 and 2 layers for every architecture; only fields that its config has are set.
@@ -46,40 +44,43 @@ OWN_SIZES = {
 }
 
 
-def small_model(args: Arguments, vocab_size: int, seed: int) -> PreTrainedModel:
+def small_model(
+    architecture: ModelArguments, vocab_size: int, seed: int, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A new model on the CPU, its weights drawn from `seed`.
 
-    The architecture is `--model_type` (default: hope) with two layers of width 64, or exactly `--config_name`;
-    `--config_overrides` is applied last. `--model_name_or_path` is ignored with a warning. Raises ValueError for names
-    and values that do not exist.
+    It is `model_type` (default: hope) with two layers of width 64, or exactly `config_name`; `config_overrides` are
+    applied last. Raises ValueError for names and values that do not exist.
     """
-    if args.model_name_or_path:
-        warnings.warn("The synthetic suite trains new models: --model_name_or_path is not used.", stacklevel=2)
-    overrides = json.dumps({**sizes(args), **parse_overrides(args.config_overrides)})
-    named = replace(args, model_name_or_path=None, config_overrides=overrides)
+    overrides = sizes(architecture) | parse_overrides(architecture.config_overrides)
+    named = replace(architecture, config_overrides=json.dumps(overrides))
     config = build_config(named, None, vocab_size, PRESETS)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return build_model(named, config, getattr(torch, args.dtype))
+        return build_model(named, config, dtype)
 
 
-def sizes(args: Arguments) -> dict:
-    """Config fields that make the architecture small, under its own names; none if `--config_name` sets the size."""
-    model_type = args.model_type or "hope"
-    if args.config_name or model_type not in CONFIG_MAPPING:
+def sizes(architecture: ModelArguments) -> dict:
+    """Config fields that make the architecture small, under its own names; none if `config_name` sets the size."""
+    model_type = architecture.model_type or "hope"
+    if architecture.config_name or model_type not in CONFIG_MAPPING:
         return {}
     if model_type in OWN_SIZES:
         return OWN_SIZES[model_type]
     config_class = CONFIG_MAPPING[model_type]
-    given = {config_class.attribute_map.get(name, name): value for name, value in SIZES.items()}
-    known = config_class().to_dict()
-    return {name: value for name, value in given.items() if name in known}
+    fields = config_class().to_dict()
+    chosen = {}
+    for name, value in SIZES.items():
+        own_name = config_class.attribute_map.get(name, name)
+        if own_name in fields:
+            chosen[own_name] = value
+    return chosen
 
 
-def describe(args: Arguments) -> str:
-    """The model's name in the report: its architecture, and in brackets the changed fields, or their number."""
-    name = args.config_name or args.model_type or "hope"
-    changed = parse_overrides(args.config_overrides)
+def describe(architecture: ModelArguments) -> str:
+    """The model's name in a table: its architecture, and in brackets the changed fields, or their number."""
+    name = architecture.config_name or architecture.model_type or "hope"
+    changed = parse_overrides(architecture.config_overrides)
     words = ", ".join(f"{field}={value}" for field, value in changed.items())
     if len(words) > _WIDEST_CELL:
         words = f"{len(changed)} fields changed"
