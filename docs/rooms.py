@@ -33,6 +33,9 @@ def imported(room: str, rooms: list[str]) -> set[str]:
                 if top == "hope_hf":
                     part = rest.split(".")[0] or "model"
                     found |= {part, f"{part}.py"} & set(rooms)
+    if room == "model":
+        # a copy of the model's code takes the fast paths of an installed package
+        found.discard("fast")
     return found - {room}
 
 

@@ -6,6 +6,7 @@ from .interrupt import while_importing as while_importing
 # isort: split
 import transformers
 
+from .fast import PATHS as _fast_paths  # noqa: F401  importing registers them
 from .frozen import frozen_memories
 from .model.cache_hope import CACHE_NAME, HopeCache
 from .model.configuration_hope import PRESETS, HopeConfig

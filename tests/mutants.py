@@ -39,14 +39,14 @@ MUTANTS = [
         "model/memory_delta.py",
         "lower = (keys @ keys.mT * decay).tril(-1)",
         "lower = (keys @ keys.mT * decay).tril(-2)",
-        "tests/model/test_memory_fast.py",
+        "tests/model/test_delta_scan.py",
     ),
     Mutant(
         "the share of the own value without zeta",
         "model/memory_delta.py",
         "own = values if erased is None else values * erased.unsqueeze(-1)",
         "own = values",
-        "tests/model/test_memory_fast.py",
+        "tests/model/test_delta_scan.py",
     ),
     Mutant(
         "the share of a decoded token without zeta",
@@ -57,17 +57,17 @@ MUTANTS = [
     ),
     Mutant(
         "zeta's gradient without the value share",
-        "model/memory_fast.py",
+        "fast/delta_scan.py",
         "grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share",
         "grad_inputs.erased[:, cut] = share",
-        "tests/model/test_memory_fast.py",
+        "tests/model/test_delta_scan.py",
     ),
     Mutant(
         "retention's gradient summed forward",
-        "model/memory_fast.py",
+        "fast/delta_scan.py",
         "grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)",
         "grad_inputs.log_retention[:, cut] = grad_total.cumsum(-1)",
-        "tests/model/test_memory_fast.py",
+        "tests/model/test_delta_scan.py",
     ),
     Mutant(
         "the value gate up to 1, not 2",

@@ -112,7 +112,8 @@ def compute_beside_the_package(repository: str) -> None:
     for trust in (None, True):
         model = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=trust)
         assert type(model).__module__ == "hope_hf.model.modeling_hope"
-        assert torch.equal(model(ids["ids"]).logits, expected["logits"])
+        # the package's fast paths round elsewhere
+        torch.testing.assert_close(model(ids["ids"]).logits, expected["logits"], rtol=0, atol=1e-6)
 
 
 def use(repository: str) -> None:

@@ -1,11 +1,11 @@
-"""Choice of the code that computes an operation: GPU kernels, torch's operators, or the plain reference code.
+"""Choice of the code that computes an operation: GPU kernels, fast paths for CPUs, or the plain code.
 
 The environment variable `HOPE_KERNELS` chooses:
 
 | value | what runs |
 |---|---|
 | `auto` (default) | on a GPU flash-linear-attention's kernels where they can, else `torch`; the reason is counted |
-| `torch` | torch's operators, with backward passes written by hand |
+| `torch` | torch's operators, with the fast paths of `hope_hf.fast` |
 | `plain` | the plain code on every device, to change a rule in one file: no kernel and no fast path runs |
 | `fla` | the kernels of flash-linear-attention, or a ValueError that says why they cannot |
 """
@@ -13,6 +13,7 @@ The environment variable `HOPE_KERNELS` chooses:
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ logger = logging.get_logger(__name__)
 
 VARIABLE = "HOPE_KERNELS"
 KERNELS = ("auto", "torch", "plain", "fla")
+# Fast paths by name: the results of the plain code in less time. `hope_hf.fast` fills it.
+FAST: dict[str, Callable] = {}
 
 
 class Kernel(NamedTuple):
@@ -53,6 +56,24 @@ def is_transformed() -> bool:
 def runs_plain(asked: str) -> bool:
     """Whether the plain code runs: it is asked for (see `asked_kernels`), or a tracer or torch.func reads it."""
     return asked == "plain" or torch.compiler.is_compiling() or is_transformed()
+
+
+def fast_path(name: str, asked: str) -> Callable | None:
+    """The fast path of that name; `None` if there is none or the plain code runs."""
+    return None if runs_plain(asked) else FAST.get(name)
+
+
+def borrow_fast_paths() -> None:
+    """Fill `FAST` in a copy of this code, such as one from the Hub, if `hope_hf` is installed with the same code."""
+    if __name__.startswith("hope_hf."):
+        return
+    # in a `try` block: transformers demands all other packages that the code of a model imports
+    try:
+        from hope_hf.fast import PATHS, is_written_for
+    except ImportError:
+        return
+    if is_written_for(Path(__file__).parent):
+        FAST.update(PATHS)
 
 
 def runs_torch(asked: str, device: torch.device) -> bool:

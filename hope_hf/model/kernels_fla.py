@@ -8,10 +8,10 @@ the state of a gated DeltaNet whose targets are the values minus the reads of th
 `mix` computes the whole mixer. It reads and writes few bytes around the scan: streams stay [B, T, H, D], heads beside
 each other as the linear maps make them, in the maps' dtype. Gates, states and what the kernels add up are float32.
 
-Sparse attention: `parallel_nsa` runs a program per query, which reads given blocks. `sparse_fast` selects the blocks
+Sparse attention: `parallel_nsa` runs a program per query, which reads given blocks. `hope_hf.fast` selects the blocks
 with learned compressed keys (flash-linear-attention's are means of blocks), and computes the two other branches.
 
-Axes of the scan as in `memory_scan`, of sparse attention as in `sparse_fast`.
+Axes of the scan as in `memory_scan`, of sparse attention as in `sparse_branches`.
 """
 
 import importlib.metadata
@@ -212,7 +212,7 @@ def selection_obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> 
 def read_selected_fla(
     queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """`sparse_fast.read_selected`; the kernels' operands are rounded to `dtype`."""
+    """`fast.sparse_reads.read_selected`; the kernels' operands are rounded to `dtype`."""
     try:
         from fla.ops.nsa.parallel import parallel_nsa
     except ImportError as error:

@@ -1,26 +1,21 @@
 """What mixers and levels share: a mixer's protocol, normalisation, learned factors, and the short convolution.
 
-The convolution is causal and depthwise, and stays within a document. `convolve` computes it in plain operations,
-`convolve_padded` and `convolution_gradients` in place, for scans with a backward pass written by hand.
+The convolution is causal and depthwise, and stays within a document.
 
 Axes: b row, C slot of a span, X channel, K kernel size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import is_tracing
 
-from .backends import asked_kernels, runs_plain
+from .backends import asked_kernels, fast_path
 from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer
 from .chunks import ChunkSpan
-
-# numbers in a block of tokens: 256 KiB in float32
-_BLOCK = 2**16
 
 
 class Mixer:
@@ -109,61 +104,6 @@ class Mixer:
         return 0
 
 
-class _GatedNorm(torch.autograd.Function):
-    """`rms_norm(x) weight silu(gate)` for tensors [B, T, ..., W] and `weight` [W]; `gate` may be `None`.
-
-    Blocks of tokens pass through all operations, since a whole text does not fit into a CPU's cache.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, gate, epsilon):
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        scale = x.new_empty(*x.shape[:-1], 1)
-        for into, part, factor, gated in _token_blocks(x, out, x, scale, gate):
-            # the operations of torch's norm, for the same bits: a text is also read without gradients
-            torch.mean(part.square(), -1, keepdim=True, out=factor).add_(epsilon).rsqrt_()
-            torch.mul(part, factor, out=into).mul_(weight)
-            if gated is not None:
-                into.mul_(F.silu(gated))
-        ctx.save_for_backward(x, weight, gate, scale)
-        ctx.epsilon = epsilon
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, gate, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # the gradient itself is differentiated
-            wanted = [part for part in (x, weight, gate) if part is not None and part.requires_grad]
-            plain = gated_norm(x, weight, ctx.epsilon, gate, "plain")
-            found = iter(torch.autograd.grad(plain, wanted, grad, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        grad_weight, grad_gate = torch.zeros_like(weight), None if gate is None else torch.empty_like(gate)
-        for above, part, factor, gated, into, into_gate in _token_blocks(x, grad, x, scale, gate, grad_x, grad_gate):
-            unit = part * factor
-            product = above * unit
-            if gated is None:
-                torch.mul(above, weight, out=into)
-            else:
-                active = F.silu(gated)
-                torch.ops.aten.silu_backward.grad_input(product * weight, gated, grad_input=into_gate)
-                product.mul_(active)
-                torch.mul(active, weight, out=into).mul_(above)
-            grad_weight.add_(product.flatten(0, -2).sum(0))
-            along = product.mul_(weight).sum(-1, keepdim=True).div_(x.shape[-1])
-            into.addcmul_(unit, along, value=-1).mul_(factor)
-        return grad_x, grad_weight, grad_gate, None
-
-
-def _token_blocks(x: torch.Tensor, *tensors: torch.Tensor | None):
-    """For successive tokens of `x` [B, T, ...], about 64K numbers together, the parts of all tensors or `None`s."""
-    # an operator on fake tensors takes as long for a block as for all tokens
-    size = max(1, x.shape[1] if is_tracing(x) else _BLOCK * x.shape[1] // max(1, x.numel()))
-    parts = [[None] * -(-x.shape[1] // size) if part is None else part.split(size, dim=1) for part in tensors]
-    return zip(*parts, strict=True)
-
-
 def gated_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None = None, kernels: str = "auto"
 ) -> torch.Tensor:
@@ -172,10 +112,11 @@ def gated_norm(
     `kernels` is a value of `backends.KERNELS`.
     """
     weight = weight.to(x.dtype)
-    trains = x.device.type == "cpu" and x.ndim > 2 and torch.is_grad_enabled() and not runs_plain(kernels)
-    # narrow dtypes are computed in float32
-    if trains and x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype):
-        return _GatedNorm.apply(x, weight, gate, epsilon)
+    fast_norm = fast_path("gated_norm", kernels)
+    if fast_norm is not None:
+        normed = fast_norm(x, weight, epsilon, gate)
+        if normed is not None:
+            return normed
     normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
     return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)
 
@@ -281,56 +222,3 @@ def convolve(
         term = padded[:, k : k + length]
         mixed = mixed + conv_weights[k] * (term if span.inside is None else term * span.inside[k])
     return mixed, tail_after(padded, tail, span)
-
-
-def convolve_padded(
-    padded: Sequence[torch.Tensor],
-    conv_weights: Sequence[Sequence[torch.Tensor]],
-    span: ChunkSpan,
-    out: Sequence[torch.Tensor],
-) -> None:
-    """The convolution of `convolve`, of streams with their tails in front [b, K - 1 + C, X], into `out` [b, C, X]."""
-    for stream, weights, mixed in zip(padded, conv_weights, out, strict=True):
-        tail_size, size = len(weights) - 1, mixed.shape[1]
-        torch.mul(weights[tail_size], stream[:, tail_size:], out=mixed)
-        for k in range(tail_size):
-            term = stream[:, k : k + size]
-            mixed.addcmul_(weights[k], term if span.inside is None else term * span.inside[k])
-
-
-def convolution_gradients(
-    grad_mixed: torch.Tensor,
-    grad_tail: torch.Tensor | None,
-    padded: torch.Tensor,
-    conv_weights: Sequence[torch.Tensor],
-    grad_conv_weights: Sequence[torch.Tensor],
-    span: ChunkSpan,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the span's inputs [b, C, X] and of the tail before it [b, K - 1, X].
-
-    Args:
-        grad_mixed: gradient of `convolve_padded` of one stream.
-        grad_tail: gradient of the tail for the next span, or `None` if nothing reads it.
-        grad_conv_weights: gradients of the weights, added to in place.
-    """
-    tail_size, size = len(conv_weights) - 1, grad_mixed.shape[1]
-    grad_padded, product = torch.empty_like(padded), torch.empty_like(grad_mixed)
-    grad_padded[:, :tail_size].zero_()
-    torch.mul(conv_weights[tail_size], grad_mixed, out=grad_padded[:, tail_size:])
-    for k in range(tail_size + 1):
-        part = grad_mixed if k == tail_size or span.inside is None else grad_mixed * span.inside[k]
-        if k < tail_size:
-            grad_padded[:, k : k + size].addcmul_(conv_weights[k], part)
-        torch.mul(part, padded[:, k : k + size], out=product)
-        grad_conv_weights[k].add_(product.sum_to_size(conv_weights[k].shape))
-    if grad_tail is not None and span.tail_out is None:
-        grad_padded[:, size:].add_(grad_tail)
-    elif grad_tail is not None:
-        grad_padded.scatter_add_(1, span.tail_out.expand_as(grad_tail), grad_tail)
-    grad_tail = grad_padded[:, :tail_size]
-    if span.tail_in is not None:
-        moved_in = span.tail_in.expand_as(grad_tail)
-        grad_moved = grad_padded.gather(1, moved_in)
-        grad_padded.scatter_(1, moved_in, 0.0)
-        grad_tail = grad_tail + grad_moved
-    return grad_padded[:, tail_size:], grad_tail

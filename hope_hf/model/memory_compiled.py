@@ -6,12 +6,13 @@ Axes: B sequence in batch, T token of the call, b sequences times heads, D head 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import torch
 
+from .backends import FAST
 from .chunks import SlotPlan, TokenPlan, plan_again, plan_chunks
 from .memory_scan import Memories, ScanInputs, ScanState, fresh_state, scan_plain
 from .opaque import call, register
@@ -80,9 +81,7 @@ def _flat(reads: torch.Tensor, state: ScanState | None) -> list[torch.Tensor]:
     return [reads, *(() if state is None else (*state.current, *state.chunk_start, state.conv_tail))]
 
 
-def _run(
-    rules: dict, fast: dict, tensors: dict[str, torch.Tensor], sizes: Sequence[int], about: str
-) -> list[torch.Tensor]:
+def _run(rules: dict, tensors: dict[str, torch.Tensor], sizes: Sequence[int], about: str) -> list[torch.Tensor]:
     columns, recompute, need_state, is_plain = sizes
     inputs, memories, state = _parts(rules, tensors, about)
     config, (rows, length, _) = _described(about), inputs.query.shape
@@ -96,7 +95,8 @@ def _run(
         inputs = [None if part is None else by_head.to_slots(part) for part in inputs]
         inputs[3:] = [None if gate is None else torch.where(by_head.valid, gate, 0.0) for gate in inputs[3:]]
         inputs = ScanInputs(*inputs)
-    run = scan_plain if is_plain else fast.get(rules[config.memory_rule], scan_plain)
+    fast = None if is_plain else FAST.get(f"scan_{config.memory_rule}")
+    run = fast or scan_plain
     state = fresh_state(memories) if state is None else state
     reads, after = run(inputs, memories, state, plan.spans, bool(need_state), recompute)
     reads = reads if plan.valid is None else by_head.to_tokens(reads)
@@ -110,6 +110,6 @@ def _shapes(rules: dict, tensors: dict[str, torch.Tensor], sizes: Sequence[int],
     return _flat(inputs.query.new_empty(inputs.query.shape), fresh_state(memories) if sizes[2] else None)
 
 
-def register_scan(rules: dict[str, type[Memories]], fast: dict[type[Memories], Callable]) -> None:
-    """Register the operator for these rules, some of which have a scan of their own."""
-    register("memory_scan", partial(_run, rules, fast), partial(_shapes, rules))
+def register_scan(rules: dict[str, type[Memories]]) -> None:
+    """Register the operator for these rules."""
+    register("memory_scan", partial(_run, rules), partial(_shapes, rules))

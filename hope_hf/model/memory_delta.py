@@ -1,4 +1,4 @@
-"""The gated delta rule of a layer's memories in plain operations, and one decoded token without gradients.
+"""The gated delta rule of a layer's memories in plain operations.
 
 A memory is a linear map of rows, `M(z) = z W`. Its state is the deviation `S = W - W_0` from learned initial weights.
 Every token first decays the deviation, then writes its value at its unit key:
@@ -27,24 +27,10 @@ k and v, in that order, then the content memory), side by side as columns.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .chunks import ChunkSpan
-from .layers import tail_after
-from .memory_scan import ScanState, Tokens, close_span, decay_matrix, restart
-
-
-class TokenGates(NamedTuple):
-    """The gates of one token [b, 1, 1]; a token that is padding has `rate` 0 and `retention` 1."""
-
-    # eta and alpha
-    rate: torch.Tensor
-    retention: torch.Tensor
-    # as in `ScanInputs`
-    value_norm: torch.Tensor | None
-    erased: torch.Tensor | None
+from .memory_scan import ScanState, Tokens, decay_matrix
 
 
 class DeltaMemories(NamedTuple):
@@ -166,58 +152,3 @@ class DeltaMemories(NamedTuple):
     def content(self, state: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         """`W` of the content memory [b, D, D]."""
         return (self.initial + state[0][..., -self.initial.shape[-1] :],)
-
-
-def over_norm(x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """`x / sqrt(|x|^2 + least^2)` along the last axis, in the fewest operators."""
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)
-
-
-def step_token(
-    raw: torch.Tensor,
-    gates: TokenGates,
-    memories: DeltaMemories,
-    state: ScanState,
-    span: ChunkSpan,
-    least: torch.Tensor,
-) -> tuple[torch.Tensor, ScanState]:
-    """`memory_scan.scan_span` for a span of one token, without gradients: reads [b, 1, D], and the state after it.
-
-    Args:
-        raw: the token's keys, values and queries, as in `ScanInputs`, side by side [b, 1, 3 D].
-        gates: of the token.
-        memories: the layer's memories.
-        state: before the token; tensors are [b, ...].
-        span: the token's slot.
-        least: square root of `NORM_EPSILON`.
-    """
-    if span.keeps is not None:
-        state = restart(memories, state, span)
-    (current,), chunk_start, tail = state
-    rows, _, width = raw.shape
-    width //= 3
-    for index, name in enumerate(memories.projected):
-        part = raw[..., "kvq".index(name) * width :][..., :width]
-        part += torch.bmm(part, chunk_start[0][..., index * width : (index + 1) * width])
-    padded = seen = torch.cat([tail, raw], dim=1)
-    if span.inside is not None:
-        # the token itself always belongs to its document
-        seen = torch.cat([tail * span.inside.squeeze(-1).transpose(0, 1), raw], dim=1)
-    qkv = F.silu((seen * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)).view(rows, 3, width)
-    units = over_norm(qkv, least)
-    key, value, query = units.chunk(3, dim=1)
-    value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
-    decayed = current * gates.retention
-    # k W_0 and q W_0
-    initial_reads = torch.bmm(units, memories.initial)
-    targets = value if not memories.projected else value.repeat(1, 1, len(memories.rate_factors))
-    errors = torch.baddbmm(targets, key, decayed, alpha=-1)
-    content = errors if not memories.projected else errors[..., -width:]
-    content.sub_(initial_reads[:, :1])
-    for index, factor in enumerate(memories.rate_factors[:-1]):
-        errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
-    current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
-    written = current if not memories.projected else current[..., -width:]
-    share = memories.value_share if gates.erased is None else memories.value_share * gates.erased
-    reads = torch.baddbmm(initial_reads[:, 2:], query, written).addcmul_(share, value)
-    return reads, close_span(state, span, (current,), tail_after(padded, tail, span))

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import Kernel, asked_kernels, choose, runs_plain, runs_torch
+from .backends import FAST, Kernel, asked_kernels, choose, runs_plain, runs_torch
 from .cache_hope import map_state
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
@@ -28,7 +28,6 @@ from .kernels_fla import kept_bytes as kept_bytes_of_kernels
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, one_token_later
 from .memory_compiled import described, register_scan, scan_tokens
 from .memory_delta import DeltaMemories
-from .memory_fast import scan_fused
 from .memory_paper import PaperMemories
 from .memory_scan import (
     Memories,
@@ -42,12 +41,11 @@ from .memory_scan import (
     written_values,
 )
 
-# The class of each `HopeConfig.memory_rule`, and the scans of rules with a backward pass written by hand.
+# The class of each `HopeConfig.memory_rule`.
 RULES = {"delta": DeltaMemories, "paper": PaperMemories}
-FAST_SCANS = {DeltaMemories: scan_fused}
 # bytes that autograd keeps of a chunk, relative to those of a hand-written backward pass
 _AUTOGRAD_FACTOR = 4
-register_scan(RULES, FAST_SCANS)
+register_scan(RULES)
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
 _DECAY_RATES = (0.01, 16.0)
@@ -57,6 +55,11 @@ LEAST_ERASED = 1e-7
 _OWN_KEY = 0.1
 # A write with rate eta multiplies the value stored at its key by 1 - eta: at 2 the state would grow with the text.
 _LARGEST_RATE = 1.99
+
+
+def fast_scan(rule: str) -> Callable | None:
+    """The scan of that `memory_rule` with a backward pass written by hand, if there is one."""
+    return FAST.get(f"scan_{rule}")
 
 
 class InitialMemory(nn.Module):
@@ -310,7 +313,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         recompute = self.config.recompute_chunks
         if runs_plain(self.kernels):
             return partial(scan_plain, recompute=recompute)
-        otherwise = partial(FAST_SCANS.get(self.rule, scan_plain), recompute=recompute)
+        otherwise = partial(fast_scan(self.config.memory_rule) or scan_plain, recompute=recompute)
         if runs_torch(self.kernels, hidden_states.device):
             return otherwise
         obstacle = partial(scan_obstacle, self.rule, self.projected, hidden_states, self.config.head_dim)
@@ -450,7 +453,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
         In narrow dtypes, the norm of the reads and the parts of their product with the gate, too.
 
-        The scan adds, in fp32, the last `recompute_chunks` chunks, and what it keeps of those before (`scan_fused`).
+        The scan adds, in fp32, the last `recompute_chunks` chunks, and what a fast scan keeps of those before.
         Under the paper's rule it adds the chunks of the last group, and a state per other group (`scan_plain`).
         On a GPU see `kernels_fla.kept_bytes`.
         """
@@ -469,7 +472,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         rates = 1 if not config.memory_projections else 2
         dear = state + 3 * width * (kernel - 1) + rates * padded * (padded + 1) + memories * size * width
         rule = RULES[config.memory_rule]
-        if rule in FAST_SCANS:
+        if fast_scan(config.memory_rule) is not None:
             scan = chunks * dear + min(chunks, stride) * cheap
         else:
             groups = math.ceil(chunks / stride)

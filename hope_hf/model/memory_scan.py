@@ -2,8 +2,8 @@
 
 For every span the scan computes keys, values and queries, writes keys and values into all memories of the layer, and
 reads the content memory (equations 83 to 88). The rules (`memory_delta`, `memory_paper`) define how a memory is
-applied and updated. This is the plain path, with autograd's gradients; `memory_fast` computes the same for the delta
-rule, with a backward pass written by hand.
+applied and updated. This is the plain path, with autograd's gradients; `hope_hf.fast` has one for the delta rule,
+with a backward pass written by hand.
 
 Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, K kernel size of the convolution.
 Tokens are rows. All tensors are float32, or float64 in a float64 model.

@@ -23,6 +23,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
+from .backends import FAST, borrow_fast_paths
 from .cache_hope import CACHE_NAME, HopeCache, carried_layers, takes_cache
 from .chunks import plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
@@ -41,10 +42,12 @@ from .layers import HopeRMSNorm
 from .level_learning import taught_by_block
 from .level_reading import LearnsFromText
 from .loss import HopeHead
-from .memory_token import forget_text, token_of
 from .mixers import MIXERS
 from .rotary import HopeRotaryEmbedding, check_reach
 from .window_attention import plan_window, window_positions
+
+# before a model of this code is made
+borrow_fast_paths()
 
 # Above this width the head starts with smaller weights, or the first loss exceeds that of a uniform guess.
 _HEAD_WIDTH = 768
@@ -82,7 +85,8 @@ class HopeBlock(GradientCheckpointingLayer):
             deltas: what the text so far has taught this block's levels (`level_learning.taught_by_block`).
             context: what `Mixer.needs` names.
         """
-        memory, levels = token_of(self, hidden_states, state)
+        read_token = FAST.get("token")
+        memory, levels = (None, None) if read_token is None else read_token(self, hidden_states, state)
         if memory is not None:
             hidden_states, state = memory.read(hidden_states, state, context["plan"])
         else:
@@ -244,8 +248,8 @@ class HopeModel(HopePreTrainedModel):
             past = check_cache(cache, self.config, hidden_states)
         elif use_cache:
             cache = HopeCache(self.config)
-        if hidden_states.shape[1] == 1:
-            forget_text(self.layers, cache)
+        if hidden_states.shape[1] == 1 and "forget_text" in FAST:
+            FAST["forget_text"](self.layers, cache)
         documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
         context = {"need_state": cache is not None}
         if self.has_state:

@@ -19,13 +19,12 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import Kernel, asked_kernels, choose, operand_dtype, runs_plain
+from .backends import FAST, Kernel, asked_kernels, choose, operand_dtype, runs_plain
 from .cache_hope import HopeStaticMemoryLayer
 from .chunks import Past, SlotPlan, TokenPlan
 from .kernels_fla import read_selected_fla, selection_obstacle
 from .layers import LearnedFactors, Mixer, ShortConvolution
 from .sparse_branches import QkvSizes, QkvWeights, SparseSizes
-from .sparse_fast import read_sparse_fused
 from .sparse_text import SparseInputs, SparseState, read_text, read_tokens
 
 BRANCHES = ("compressed", "selected", "window")
@@ -203,12 +202,21 @@ class HopeSparseAttention(Mixer, nn.Module):
         gates = self.branch_gates(hidden_states)
         return SparseInputs(raw, gates, *angles, *weights, self.k_compress(), self.v_compress())
 
-    def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable:
-        """The function that reads for a text's queries; GPU kernels round their operands to `operands`."""
-        by_fla = partial(read_sparse_fused, selected_by=partial(read_selected_fla, dtype=operands))
-        kernel = Kernel(by_fla, partial(selection_obstacle, query, base, self.sizes))
-        name, counted = "sparse_attention", self.kernel_fallbacks
-        return choose(name, self.kernels, kernel, read_sparse_fused, counted, query.device)
+    def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable | None:
+        """The fast function that reads for a text's queries, if there is one.
+
+        GPU kernels round their operands to `operands`.
+        """
+        read = FAST.get("sparse_reads")
+        by_fla = None if read is None else partial(read, selected_by=partial(read_selected_fla, dtype=operands))
+
+        def obstacle() -> str | None:
+            if read is None:
+                return "the package hope_hf is not installed with the model's code"
+            return selection_obstacle(query, base, self.sizes)
+
+        kernel, counted = Kernel(by_fla, obstacle), self.kernel_fallbacks
+        return choose("sparse_attention", self.kernels, kernel, read, counted, query.device)
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:

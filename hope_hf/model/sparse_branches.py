@@ -7,8 +7,8 @@ A query at slot t of a document that begins at slot f attends by softmax attenti
                  it, and those with the largest compressed attention, summed over the query heads of a key head
     window       the last keys, its own included
 
-This is the plain path, which gathers the keys of every query; generation uses it. `sparse_fast` computes the same for
-many queries. `make_qkv` makes queries, keys and values from the outputs of linear maps.
+This is the plain path, which gathers the keys of every query; generation uses it. `hope_hf.fast` has one for many
+queries. `make_qkv` makes queries, keys and values from the outputs of linear maps.
 
 Axes: B row, H head of keys, G query heads that share it, N query, S slot of the call, R slot of keys, D head width, Z
 compressed key (R / stride), Y block (R / block), X selected block, C channel (q, k and v side by side), K kernel size.

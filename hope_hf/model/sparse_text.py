@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .backends import FAST
 from .chunks import SlotPlan, TokenPlan, convolution_spans, plan_again, plan_slots
 from .opaque import call, named_tuple, register
 from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
-from .sparse_fast import TIME_TILE, make_qkv_tiled, read_sparse_fused
 
 
 class SparseInputs(NamedTuple):
@@ -73,7 +73,8 @@ def read_text(
     Args:
         state: state after the previous call, or `None` at a text's start.
         blocks: slots of the call's tokens; documents begin at multiples of a block.
-        choose: gives for queries and the first slot the function that reads; `None` for the plain path.
+        choose: gives for queries and the first slot the fast function that reads, if there is one; `None` for the
+            plain path.
         need_state: whether to return the state.
         selects: whether to return the selection.
     """
@@ -87,8 +88,11 @@ def read_text(
     at = torch.arange(query.shape[3], device=query.device)
     at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
     # a tracer takes the plain path, which has no loop whose length depends on the selection
+    read = None
     if choose is not None and isinstance(base, int) and query.shape[3] > 1:
-        reads, chosen = choose(query, base)(query, weights, held, base, first, sizes)
+        read = choose(query, base)
+    if read is not None:
+        reads, chosen = read(query, weights, held, base, first, sizes)
     else:
         first = torch.zeros_like(at) if first is None else first
         reads, chosen = read_sparse(query, weights, held, at, first, sizes)
@@ -105,11 +109,11 @@ def text_qkv(inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, 
     raw, angles, weights = blocks.to_slots(inputs.raw), inputs[2:4], QkvWeights(*inputs[4:7])
     length, tail_size = raw.shape[1], len(weights.conv_weights) - 1
     tail = raw.new_zeros(len(raw), tail_size, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
-    if plain or length == 1:
-        (span,) = convolution_spans(blocks, length, tail_size, length)
-        return make_qkv(raw, tail, weights, angles, span, sizes)
-    spans = convolution_spans(blocks, length, tail_size, TIME_TILE)
-    return make_qkv_tiled(raw, tail, weights, angles, spans, sizes)
+    make_in_tiles = None if plain or length == 1 else FAST.get("sparse_qkv")
+    if make_in_tiles is not None:
+        return make_in_tiles(raw, tail, weights, angles, blocks, sizes)
+    (span,) = convolution_spans(blocks, length, tail_size, length)
+    return make_qkv(raw, tail, weights, angles, span, sizes)
 
 
 def _remember(
@@ -264,7 +268,7 @@ def _run(tensors: dict[str, torch.Tensor], numbers: Sequence[int], epsilon: str)
     plan = partial(plan_slots, sizes.block)
     blocks = plan_again(plan, tensors, inputs.raw.shape[:2], columns, state is not None)
     angles = {name: blocks.to_slots(getattr(inputs, name)) for name in ("cos", "sin")}
-    choose = None if plain else lambda *_: read_sparse_fused
+    choose = None if plain else lambda *_: FAST.get("sparse_reads")
     output, after, selection = read_text(inputs._replace(**angles), state, blocks, sizes, of_qkv, choose, *needs)
     results = [output]
     if after is not None:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model.memory_token import _KEPT
+from hope_hf.fast.one_token import _KEPT
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -9,8 +9,8 @@ import torch
 from mixers import MIXERS
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.model import kernels_fla, loss, memory_mixer, memory_scan, sparse_attention, sparse_text
-from hope_hf.model.backends import Kernel, choose
+from hope_hf.model import kernels_fla, loss, memory_mixer, memory_scan, sparse_attention
+from hope_hf.model.backends import FAST, Kernel, choose
 from hope_hf.model.kernels_fla import selection_obstacle
 from hope_hf.model.sparse_branches import SparseSizes
 
@@ -145,7 +145,7 @@ def test_torchs_operators_recompute_chunks_and_kernels_none(monkeypatch, tiny_mo
         model(torch.zeros(1, 20, dtype=torch.long), use_cache=False).logits.sum().backward()
 
     monkeypatch.setattr(memory_scan, "_scan_spans", counted)
-    monkeypatch.setitem(memory_mixer.FAST_SCANS, memory_mixer.RULES["delta"], recorded)
+    monkeypatch.setitem(FAST, "scan_delta", recorded)
     step()
     # the plain scan: forward, then backward
     assert given == [{"recompute": 2}] and scanned == [2, 2, 1] + [2, 2]
@@ -155,8 +155,10 @@ def test_torchs_operators_recompute_chunks_and_kernels_none(monkeypatch, tiny_mo
     assert given[1:] == [{}]
 
 
+@pytest.mark.parametrize("kernels", ["plain", "auto"])
 @pytest.mark.parametrize("options", MIXERS.values(), ids=MIXERS)
-def test_the_plain_path_equals_the_fast_one_and_runs_no_fast_code(monkeypatch, tiny_model, options):
+def test_the_model_alone_computes_what_it_does_with_fast_paths(monkeypatch, tiny_model, options, kernels):
+    """As a copy of its code from the Hub does; `plain` also takes no kernel and no loss in parts."""
     input_ids = torch.randint(64, (2, 37), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(15), torch.arange(22)]).expand(2, -1)
 
@@ -168,12 +170,13 @@ def test_the_plain_path_equals_the_fast_one_and_runs_no_fast_code(monkeypatch, t
         return made, found.detach(), *(parameter.grad for parameter in model.parameters())
 
     made, *fast = results()
-    for module, name in (
-        (memory_mixer, "choose"), (sparse_attention, "choose"), (sparse_text, "make_qkv_tiled"),
-        (loss, "linear_cross_entropy"),
-    ):  # fmt: skip
-        monkeypatch.delattr(module, name)
-    monkeypatch.setenv("HOPE_KERNELS", "plain")
+    for name in [*FAST]:
+        monkeypatch.delitem(FAST, name)
+    if kernels == "plain":
+        monkeypatch.delattr(memory_mixer, "choose")
+        monkeypatch.delattr(sparse_attention, "choose")
+        monkeypatch.delattr(loss, "linear_cross_entropy")
+    monkeypatch.setenv("HOPE_KERNELS", kernels)
     made_plainly, *plain = results()
     assert torch.equal(made_plainly, made)
     torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)

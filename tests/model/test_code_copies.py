@@ -13,6 +13,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 import hope_hf
 from hope_hf import HopeCache
+from hope_hf.fast import one_token
+from hope_hf.model import backends
 
 
 @pytest.fixture(params=["package first", "copy first"])
@@ -52,6 +54,19 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
     with hope_hf.frozen_memories(theirs):
         frozen, live = theirs(ids).logits, ours(ids).logits
     assert torch.equal(frozen, ours(ids, freeze_memories=True).logits) and not torch.equal(frozen, live)
+
+
+def test_a_copy_takes_fast_paths_where_its_code_is_the_packages(tiny_model, code_copy, tmp_path):
+    copied = importlib.import_module("code_copy.backends")
+    assert copied.FAST is not backends.FAST and copied.FAST == backends.FAST
+    theirs = code_copy.HopeForCausalLM(code_copy.HopeConfig(**tiny_model().config.to_diff_dict()))
+    theirs.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, do_sample=False)
+    assert one_token._KEPT[theirs.model.layers[0]].memory is not None
+    with open(tmp_path / "code_copy" / "memory_delta.py", "a") as file:
+        file.write("# changed\n")
+    copied.FAST.clear()
+    copied.borrow_fast_paths()
+    assert copied.FAST == {}
 
 
 def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):

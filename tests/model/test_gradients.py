@@ -7,6 +7,7 @@ import torch
 from mixers import MEMORIES, MIXERS, build_mixer, run_fast
 from torch import nn
 
+from hope_hf.fast import norm as fast_norm
 from hope_hf.model import layers
 from hope_hf.model.chunks import plan_chunks
 
@@ -70,7 +71,7 @@ def test_the_result_does_not_depend_on_the_calls_that_cut_a_chunk(depth, size):
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_norm_in_blocks_equals_the_plain_one(gated, monkeypatch):
     """Heads in the middle, as reads are; gradients too, and gradients of gradients."""
-    monkeypatch.setattr(layers, "_BLOCK", 7 * 24)
+    monkeypatch.setattr(fast_norm, "_BLOCK", 7 * 24)
     generator = torch.Generator().manual_seed(3)
     make = partial(torch.randn, generator=generator, dtype=torch.float64, requires_grad=True)
     norm, x, gate = layers.HopeRMSNorm(8, 1e-3).double(), make(2, 3, 10, 8).transpose(1, 2), make(2, 10, 3, 8)

@@ -10,9 +10,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.fast.delta_scan import scan_fused
 from hope_hf.model.chunks import plan_chunks
 from hope_hf.model.memory_delta import DeltaMemories
-from hope_hf.model.memory_fast import scan_fused
 from hope_hf.model.memory_mixer import LEAST_ERASED
 from hope_hf.model.memory_scan import ScanInputs, ScanState, Tokens, fresh_state, scan_plain, unit
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import memory_token
+from hope_hf.fast import one_token
 from hope_hf.model.memory_mixer import SelfModifyingTitans
 
 SIZES = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 2, "head_dim": 8, "memory_chunk_size": 4}
@@ -166,7 +166,7 @@ def test_int8_weights_are_read_as_in_a_text():
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert (found[0] - exact).abs().max() > 1e-4
-    kept = memory_token._KEPT[model.model.layers[0]]
+    kept = one_token._KEPT[model.model.layers[0]]
     assert kept.memory is not None and kept.levels is not None
 
 
@@ -321,13 +321,13 @@ def test_what_is_kept_is_no_part_of_the_model_and_ends_with_it_or_with_the_text(
     model, text = build(), torch.randint(32, (1, 8))
     names, size = list(model.state_dict()), len(pickle.dumps(model))
     read(model, text.split(1, dim=1))
-    kept = [weakref.ref(memory_token._KEPT[block].memory.power) for block in model.model.layers]
+    kept = [weakref.ref(one_token._KEPT[block].memory.power) for block in model.model.layers]
     assert list(model.state_dict()) == names and len(pickle.dumps(model)) == size
-    assert not any(block in memory_token._KEPT for block in copy.deepcopy(model).model.layers)
+    assert not any(block in one_token._KEPT for block in copy.deepcopy(model).model.layers)
     read(model, [text])
     assert [reference() for reference in kept] == [None, None]
     read(model, text.split(1, dim=1))
-    kept = [weakref.ref(memory_token._KEPT[block].memory.power) for block in model.model.layers]
+    kept = [weakref.ref(one_token._KEPT[block].memory.power) for block in model.model.layers]
     del model
     gc.collect()
     assert [reference() for reference in kept] == [None, None]

@@ -9,6 +9,7 @@ from mixers import ATTENTION, HYBRID, MEMORIES, MIXERS
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.model import memory_mixer
+from hope_hf.model.backends import FAST
 from hope_hf.model.cache_file import named_tensors
 
 PRECISIONS = ["float32", "autocast", "bfloat16"]
@@ -67,8 +68,7 @@ def seen(monkeypatch):
 
     for name in products:
         monkeypatch.setattr(torch.linalg if name == "solve_triangular" else torch, name, recorded_product(name))
-    fast = {rule: recorded(scan) for rule, scan in memory_mixer.FAST_SCANS.items()}
-    monkeypatch.setattr(memory_mixer, "FAST_SCANS", fast)
+    monkeypatch.setitem(FAST, "scan_delta", recorded(FAST["scan_delta"]))
     monkeypatch.setattr(memory_mixer, "scan_plain", recorded(memory_mixer.scan_plain))
     return dtypes
 

@@ -10,7 +10,9 @@ from mixers import LargestTensor
 from sparse_mixers import FEW, WIDTH, angles_of, config_of, random_mixer, run, texts
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.model import sparse_fast, sparse_text
+from hope_hf.fast import sparse_reads
+from hope_hf.fast.sparse_reads import make_qkv_tiled
+from hope_hf.model import sparse_text
 from hope_hf.model.chunks import convolution_spans, plan_slots
 from hope_hf.model.sparse_branches import (
     QkvSizes,
@@ -21,7 +23,6 @@ from hope_hf.model.sparse_branches import (
     read_sparse,
     select_blocks,
 )
-from hope_hf.model.sparse_fast import make_qkv_tiled
 
 SIZES = {
     "few blocks": FEW,
@@ -46,7 +47,7 @@ def assert_equal_with_gradients(ours, theirs, leaves):
 @pytest.mark.parametrize("length, tile", [(1, 512), (3, 512), (45, 512), (45, 16)])
 def test_a_whole_text(monkeypatch, options, length, tile):
     """Also where queries, keys and values are made in several tiles."""
-    monkeypatch.setattr(sparse_text, "TIME_TILE", tile)
+    monkeypatch.setattr(sparse_reads, "_TIME_TILE", tile)
     mixer, hidden_states = random_mixer(**options), texts(2, length).requires_grad_()
     angles = angles_of(mixer, hidden_states)
     expected = torch.stack([dense_sparse(mixer, row, angles)[0] for row in hidden_states])
@@ -67,8 +68,8 @@ def test_the_text_chooses_among_blocks():
 @pytest.mark.parametrize("base, documents", [(0, False), (5, False), (24, False), (0, True), (24, True)])
 def test_tiles_equal_single_queries(monkeypatch, tile, window, base, documents):
     """The two paths of the model, over keys of earlier calls and documents in a row."""
-    monkeypatch.setattr(sparse_fast, "_QUERY_TILE", tile)
-    monkeypatch.setattr(sparse_fast, "_GATHERED", tile)
+    monkeypatch.setattr(sparse_reads, "_QUERY_TILE", tile)
+    monkeypatch.setattr(sparse_reads, "_GATHERED", tile)
     # the last tile is shorter than those before
     sizes, length = SparseSizes(8, 4, 3, window), 85
     room = -(-(base + length) // 8) * 8
@@ -79,10 +80,9 @@ def test_tiles_equal_single_queries(monkeypatch, tile, window, base, documents):
     first = torch.zeros_like(at)
     if documents:
         first[0, 16:], first[0, 24:], first[1, 8:] = base + 16, base + 24, base + 8
-    (one, chosen), (other, also) = (
-        read_sparse(*leaves[:2], SparseKeys(*leaves[2:]), at, first, sizes),
-        sparse_fast.read_sparse_fused(*leaves[:2], SparseKeys(*leaves[2:]), base, first if documents else None, sizes),
-    )
+    queries, gates, held = *leaves[:2], SparseKeys(*leaves[2:])
+    one, chosen = read_sparse(queries, gates, held, at, first, sizes)
+    other, also = sparse_reads.read_sparse_fused(queries, gates, held, base, first if documents else None, sizes)
     assert torch.equal(chosen.sort(-1).values, also.sort(-1).values)
     assert_equal_with_gradients(one, other, leaves)
 
@@ -234,7 +234,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("tile", [8, 16, 64])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_queries_keys_and_values_made_in_tiles_equal_plain_operations(layout, tile):
+def test_queries_keys_and_values_made_in_tiles_equal_plain_operations(monkeypatch, layout, tile):
+    monkeypatch.setattr(sparse_reads, "_TIME_TILE", tile)
     plan = plan_slots(QKV_BLOCK, (2, 45), torch.device("cpu"), **layout)
     length = 45 if plan.valid is None else plan.valid.shape[1]
     generator = torch.Generator().manual_seed(0)
@@ -247,11 +248,10 @@ def test_queries_keys_and_values_made_in_tiles_equal_plain_operations(layout, ti
     leaves += [random(TAIL + 1, 1, 1, channels), random(QKV_WIDTH), random(QKV_WIDTH)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     angles = random(1, length, QKV_WIDTH), random(1, length, QKV_WIDTH)
-    (whole,), spans = (convolution_spans(plan, length, TAIL, size) for size in (length, tile))
-    assert len(spans) == -(-length // tile)
+    (whole,) = convolution_spans(plan, length, TAIL, length)
     weights = QkvWeights(*leaves[2:])
     expected = make_qkv(*leaves[:2], weights, angles, whole, QKV_SIZES)
-    found = make_qkv_tiled(*leaves[:2], weights, angles, spans, QKV_SIZES)
+    found = make_qkv_tiled(*leaves[:2], weights, angles, plan, QKV_SIZES)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     wanted = [random(*part.shape) for part in expected]
     for one, other in zip(*(torch.autograd.grad(made, leaves, wanted) for made in (found, expected)), strict=True):

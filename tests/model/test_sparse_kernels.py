@@ -10,10 +10,10 @@ import torch
 from interpreter import import_interpreted
 from sparse_mixers import FEW, random_mixer, run, texts
 
+from hope_hf.fast.sparse_reads import read_sparse_fused
 from hope_hf.model import sparse_attention
 from hope_hf.model.kernels_fla import read_selected_fla
 from hope_hf.model.sparse_branches import SparseKeys, SparseSizes
-from hope_hf.model.sparse_fast import read_sparse_fused
 
 pytestmark = [
     pytest.mark.kernels,

@@ -9,7 +9,7 @@ from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.common.recompute import Recomputed, recompute_activations
-from hope_hf.model import memory_mixer
+from hope_hf.model.backends import FAST
 from hope_hf.model.continuum import CONTINUA, ContinuumMemory
 
 
@@ -276,7 +276,7 @@ def test_inputs_are_ids_or_embeddings(tiny_model):
 )
 def test_flops_per_token_are_those_that_torch_counts(monkeypatch, options):
     """Of the plain scan: the fused one solves its triangular systems with products, which would be counted."""
-    monkeypatch.setattr(memory_mixer, "FAST_SCANS", {})
+    monkeypatch.delitem(FAST, "scan_delta")
     config = HopeConfig(**dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_memory_heads=2) | options)
     model = HopeForCausalLM(config)
     ids = text(1, 512)

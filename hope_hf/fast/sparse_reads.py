@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .chunks import ChunkSpan
-from .layers import convolution_gradients, convolve_padded, tail_after, with_tail
-from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, select_blocks
+from ..model.chunks import ChunkSpan, SlotPlan, convolution_spans
+from ..model.layers import tail_after, with_tail
+from ..model.sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, select_blocks
+from .convolution import convolution_gradients, convolve_padded
 
 # slots per tile in which queries, keys and values are made
-TIME_TILE = 512
+_TIME_TILE = 512
 # queries per tile, and most queries that are gathered at once: all queries read a document's first block
 _QUERY_TILE, _GATHERED = 128, 1024
 _LOG2_E = math.log2(math.e)
@@ -385,8 +386,10 @@ def _rows_by_head(part: torch.Tensor) -> list[torch.Tensor]:
     return _by_head(part.view(*part.shape[:3], -1))
 
 
-def make_qkv_tiled(raw, tail, weights: QkvWeights, angles, spans: list[ChunkSpan], sizes: QkvSizes) -> tuple:
+def make_qkv_tiled(raw, tail, weights: QkvWeights, angles, slots: SlotPlan, sizes: QkvSizes) -> tuple:
     """`make_qkv` of all spans of a call, in place and with gradients by hand; the tail is that of the last span."""
+    tail_size = len(weights.conv_weights) - 1
+    spans = convolution_spans(slots, raw.shape[1], tail_size, _TIME_TILE)
     return _Qkv.apply(raw, tail, *weights, *angles, spans, sizes)
 
 

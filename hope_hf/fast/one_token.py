@@ -22,21 +22,34 @@ from torch import nn
 from torch.nn.modules import module as modules
 from transformers.cache_utils import Cache
 
-from .backends import runs_plain
-from .chunks import ChunkPlan
-from .continuum import ContinuumLevel, ContinuumMemory
-from .layers import HopeRMSNorm, LearnedFactors, ShortConvolution
-from .memory_delta import DeltaMemories, TokenGates, over_norm, step_token
-from .memory_mixer import LEAST_ERASED, InitialMemory, MemoryGates, SelfModifyingTitans
-from .memory_scan import NORM_EPSILON, ScanState
+from ..model.backends import runs_plain
+from ..model.chunks import ChunkPlan, ChunkSpan
+from ..model.layers import HopeRMSNorm, tail_after
+from ..model.memory_delta import DeltaMemories
+from ..model.memory_mixer import LEAST_ERASED
+from ..model.memory_scan import NORM_EPSILON, ScanState, close_span, restart
 
 _VERSION = attrgetter("_version")
 _OWNED, _HOOKS = ("_modules", "_parameters"), ("_forward_hooks", "_forward_pre_hooks")
-# Classes that do nothing but apply their parameters, or call modules that are looked at themselves.
+# Classes of the model that do nothing but apply their parameters, or call modules that are looked at themselves. By
+# name: a copy of the model's code from the Hub has classes of its own.
 _PLAIN = frozenset({
-    nn.Linear, HopeRMSNorm, LearnedFactors, ShortConvolution, InitialMemory, MemoryGates, SelfModifyingTitans,
-    ContinuumMemory, ContinuumLevel,
+    "HopeRMSNorm", "LearnedFactors", "ShortConvolution", "InitialMemory", "MemoryGates", "SelfModifyingTitans",
+    "ContinuumMemory", "ContinuumLevel",
 })  # fmt: skip
+# their files
+_FILES = frozenset({"layers", "memory_mixer", "continuum"})
+
+
+def _is_of_class(part: nn.Module, name: str) -> bool:
+    """Whether a module is of exactly that class of the model."""
+    kind = type(part)
+    return kind.__name__ == name and kind.__module__.rpartition(".")[2] in _FILES
+
+
+def _has_plain_class(part: nn.Module) -> bool:
+    kind = type(part)
+    return kind is nn.Linear or kind.__name__ in _PLAIN and _is_of_class(part, kind.__name__)
 
 
 def _is_plain(part: nn.Module) -> bool:
@@ -47,7 +60,7 @@ def _is_plain(part: nn.Module) -> bool:
     """
     held = vars(part)
     return (
-        type(part) in _PLAIN
+        _has_plain_class(part)
         and not ({"forward", "_compiled_call_impl"} & held.keys() or part._forward_hooks or part._forward_pre_hooks)
         and {nn.Parameter, type(None)}.issuperset(map(type, held["_parameters"].values()))
     )
@@ -80,6 +93,72 @@ def _norm_of(norm: HopeRMSNorm, dtype: torch.dtype) -> Callable[[torch.Tensor], 
     return lambda x: over_norm(x, least).mul_(weight)
 
 
+class TokenGates(NamedTuple):
+    """The gates of one token [b, 1, 1]; a token that is padding has `rate` 0 and `retention` 1."""
+
+    # eta and alpha
+    rate: torch.Tensor
+    retention: torch.Tensor
+    # as in `ScanInputs`
+    value_norm: torch.Tensor | None
+    erased: torch.Tensor | None
+
+
+def over_norm(x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """`x / sqrt(|x|^2 + least^2)` along the last axis, in the fewest operators."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)
+
+
+def step_token(
+    raw: torch.Tensor,
+    gates: TokenGates,
+    memories: DeltaMemories,
+    state: ScanState,
+    span: ChunkSpan,
+    least: torch.Tensor,
+) -> tuple[torch.Tensor, ScanState]:
+    """`memory_scan.scan_span` for a span of one token, without gradients: reads [b, 1, D], and the state after it.
+
+    Args:
+        raw: the token's keys, values and queries, as in `ScanInputs`, side by side [b, 1, 3 D].
+        gates: of the token.
+        memories: the layer's memories.
+        state: before the token; tensors are [b, ...].
+        span: the token's slot.
+        least: square root of `NORM_EPSILON`.
+    """
+    if span.keeps is not None:
+        state = restart(memories, state, span)
+    (current,), chunk_start, tail = state
+    rows, _, width = raw.shape
+    width //= 3
+    for index, name in enumerate(memories.projected):
+        part = raw[..., "kvq".index(name) * width :][..., :width]
+        part += torch.bmm(part, chunk_start[0][..., index * width : (index + 1) * width])
+    padded = seen = torch.cat([tail, raw], dim=1)
+    if span.inside is not None:
+        # the token itself always belongs to its document
+        seen = torch.cat([tail * span.inside.squeeze(-1).transpose(0, 1), raw], dim=1)
+    qkv = F.silu((seen * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)).view(rows, 3, width)
+    units = over_norm(qkv, least)
+    key, value, query = units.chunk(3, dim=1)
+    value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
+    decayed = current * gates.retention
+    # k W_0 and q W_0
+    initial_reads = torch.bmm(units, memories.initial)
+    targets = value if not memories.projected else value.repeat(1, 1, len(memories.rate_factors))
+    errors = torch.baddbmm(targets, key, decayed, alpha=-1)
+    content = errors if not memories.projected else errors[..., -width:]
+    content.sub_(initial_reads[:, :1])
+    for index, factor in enumerate(memories.rate_factors[:-1]):
+        errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
+    current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
+    written = current if not memories.projected else current[..., -width:]
+    share = memories.value_share if gates.erased is None else memories.value_share * gates.erased
+    reads = torch.baddbmm(initial_reads[:, 2:], query, written).addcmul_(share, value)
+    return reads, close_span(state, span, (current,), tail_after(padded, tail, span))
+
+
 class _Memory(NamedTuple):
     """A mixer of memories under the delta rule, for one row; tensors are those of the states' dtype."""
 
@@ -103,7 +182,7 @@ class _Memory(NamedTuple):
     def of(cls, block: nn.Module, low: torch.dtype) -> "_Memory | None":
         """The mixer of a block and the norm before it, if only linear maps do more; `low` is the inputs' dtype."""
         norm, mixer = block.input_layernorm, block.mixer
-        if type(mixer) is not SelfModifyingTitans or mixer.rule is not DeltaMemories:
+        if not _is_of_class(mixer, "SelfModifyingTitans") or mixer.config.memory_rule != "delta":
             return None
         gates, convolutions = mixer.gates, (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d)
         parts = norm, mixer, mixer.o_norm, gates, *convolutions, mixer.initial_memory, mixer.value_share
@@ -188,7 +267,7 @@ class _Memory(NamedTuple):
 
 def _levels_of(continuum: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Hidden states [B, 1, X] after levels in a chain, if all of them but linear maps and activations are plain."""
-    if type(continuum) is not ContinuumMemory:
+    if not _is_of_class(continuum, "ContinuumMemory"):
         return None
     levels = [*continuum.levels]
     if not all(map(_is_plain, (continuum, *levels, *(level.norm for level in levels)))):
@@ -279,7 +358,7 @@ def token_of(
     ):
         return None, None
     mixer = block.mixer
-    has_memory = type(mixer) is SelfModifyingTitans
+    has_memory = _is_of_class(mixer, "SelfModifyingTitans")
     about = hidden_states.dtype, mixer.config.memory_learning_rate_max if has_memory else None
     kept = _KEPT.get(block)
     if kept is None or kept.seen != kept.look(about):

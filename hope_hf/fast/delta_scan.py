@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .chunks import ChunkSpan
-from .layers import convolution_gradients, convolve_padded, with_tail
-from .memory_delta import DeltaMemories
-from .memory_scan import NORM_EPSILON, ScanInputs, ScanState
+from ..model.chunks import ChunkSpan
+from ..model.layers import with_tail
+from ..model.memory_delta import DeltaMemories
+from ..model.memory_scan import NORM_EPSILON, ScanInputs, ScanState
+from .convolution import convolution_gradients, convolve_padded
 
 # Size of the diagonal blocks that are inverted by powers.
 _BASE = 4

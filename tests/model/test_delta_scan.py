@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from mixers import build_mixer, run_fast
 from scans import WIDTH, normal, plain_pieces, problem, ragged_pieces, results
 
-from hope_hf.model import memory_fast
-from hope_hf.model.memory_fast import scan_fused, unit_lower_inverse
+from hope_hf.fast import delta_scan
+from hope_hf.fast.delta_scan import scan_fused, unit_lower_inverse
 from hope_hf.model.memory_scan import scan_plain
 
 # which streams memories make
@@ -67,16 +67,16 @@ def test_a_head_that_forgets_within_a_token_overflows_nowhere():
     assert_fused_equals_plain(*problem(ragged_pieces(64), forgetting=60.0))
 
 
-@pytest.mark.parametrize("field", memory_fast._Saved._fields)
+@pytest.mark.parametrize("field", delta_scan._Saved._fields)
 def test_a_wrong_backward_would_be_seen(monkeypatch, field):
     """The control: whatever the backward pass reads, a millionth more of it is noticed."""
-    backward = memory_fast._backward_span
+    backward = delta_scan._backward_span
 
     def wrong(inputs, weights, span, shape, kept, *rest):
         kept = kept._replace(**{field: getattr(kept, field) * (1 + 1e-6)})
         return backward(inputs, weights, span, shape, kept, *rest)
 
-    monkeypatch.setattr(memory_fast, "_backward_span", wrong)
+    monkeypatch.setattr(delta_scan, "_backward_span", wrong)
     with pytest.raises(AssertionError, match="result"):
         assert_fused_equals_plain(*problem(plain_pieces(16, seen=3)))
 
@@ -103,14 +103,14 @@ def test_gradients_of_gradients_are_refused():
 def held(monkeypatch):
     """Of every span that was computed, a weak reference to its keys, values and queries after the convolution."""
     references = []
-    mix = memory_fast._mix
+    mix = delta_scan._mix
 
     def recorded(*args):
         mixed, *rest = mix(*args)
         references.append(weakref.ref(mixed))
         return mixed, *rest
 
-    monkeypatch.setattr(memory_fast, "_mix", recorded)
+    monkeypatch.setattr(delta_scan, "_mix", recorded)
     return references
 
 
@@ -130,13 +130,13 @@ def test_what_is_recomputed_is_not_kept(held, stride, kept):
 def test_nothing_is_kept_where_no_gradient_is_wanted(held, monkeypatch):
     """Not even until the end of the scan, or a long prompt would take as much memory as training on it."""
     most = []
-    forward = memory_fast._forward_span
+    forward = delta_scan._forward_span
 
     def counted(*args, **options):
         most.append(sum(alive(held)))
         return forward(*args, **options)
 
-    monkeypatch.setattr(memory_fast, "_forward_span", counted)
+    monkeypatch.setattr(delta_scan, "_forward_span", counted)
     mixer = build_mixer()
     with torch.no_grad():
         output = run_fast(mixer, normal(1, 40, 16))

@@ -1,0 +1,32 @@
+"""Fast paths for CPUs, written by hand: the results of the plain code in `hope_hf.model`, in less time.
+
+They are registered in `model.backends.FAST`, and are no part of a model on the Hub: its code computes the plain way,
+and takes these paths where this package is installed with the same code.
+"""
+
+from pathlib import Path
+
+from ..model.backends import FAST
+from .delta_scan import scan_fused
+from .norm import gated_norm_in_blocks
+from .one_token import forget_text, token_of
+from .sparse_reads import make_qkv_tiled, read_sparse_fused
+
+PATHS = {
+    "scan_delta": scan_fused,
+    "token": token_of,
+    "forget_text": forget_text,
+    "gated_norm": gated_norm_in_blocks,
+    "sparse_reads": read_sparse_fused,
+    "sparse_qkv": make_qkv_tiled,
+}
+FAST.update(PATHS)
+
+
+def is_written_for(folder: Path) -> bool:
+    """Whether the model's files in a folder are those of this package, byte for byte."""
+    for own_file in (Path(__file__).parents[1] / "model").glob("*.py"):
+        file = folder / own_file.name
+        if file.name != "__init__.py" and file.exists() and file.read_bytes() != own_file.read_bytes():
+            return False
+    return True
