@@ -1,16 +1,21 @@
-"""Fixtures of all tests: tiny configurations, and the settings that a process of the project makes."""
+"""Fixtures of all tests: tiny models, folders that programs write once a run, and the settings of a process."""
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import warm_python as warm_program
+from accelerate.state import AcceleratorState
 from hub_server import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.convert import main as convert
+from hope_hf.export import main as export
+from hope_hf.training import main as train
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -41,46 +46,50 @@ def warm_python(monkeypatch):
 @pytest.fixture
 def tiny_config():
     """Build a `HopeConfig` of two layers and two heads of 16, with chunks of few tokens."""
+    return _tiny_config
 
-    def build(**options) -> HopeConfig:
-        defaults = dict(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            head_dim=16,
-            num_attention_heads=2,
-            num_memory_heads=2,
-            retention_bias=[3.0, 8.0],
-            memory_chunk_size=4,
-            level_periods=[1, 4],
-            level_intermediate_sizes=[24, 24],
-        )
-        return HopeConfig(**{**defaults, **options})
 
-    return build
+def _tiny_config(**options) -> HopeConfig:
+    defaults = dict(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_attention_heads=2,
+        num_memory_heads=2,
+        retention_bias=[3.0, 8.0],
+        memory_chunk_size=4,
+        level_periods=[1, 4],
+        level_intermediate_sizes=[24, 24],
+    )
+    return HopeConfig(**{**defaults, **options})
 
 
 @pytest.fixture
-def tiny_model(tiny_config):
+def tiny_model():
     """Build a seeded `HopeForCausalLM` with memories that write strongly, in evaluation mode."""
+    return _tiny_model
 
-    def build(dtype: torch.dtype = torch.float32, seed: int = 0, **options) -> HopeForCausalLM:
-        torch.manual_seed(seed)
-        model = HopeForCausalLM(tiny_config(**options)).to(dtype).eval()
-        with torch.no_grad():
-            for module in model.modules():
-                if getattr(module, "is_initial_state", False):
-                    # far from the start, so that the logits show which document a memory holds
-                    layer = list(module.parameters())[-1]
-                    layer.normal_(std=layer.shape[-1] ** -0.5)
-        return model
 
-    return build
+def _tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, **options) -> HopeForCausalLM:
+    torch.manual_seed(seed)
+    model = HopeForCausalLM(_tiny_config(**options)).to(dtype).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if getattr(module, "is_initial_state", False):
+                # far from the start, so that the logits show which document a memory holds
+                layer = list(module.parameters())[-1]
+                layer.normal_(std=layer.shape[-1] ** -0.5)
+    return model
 
 
 @pytest.fixture
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Words w0 to w61, one token each, then <eos> and <pad>: the 64 entries of `tiny_config`."""
+    return _word_tokenizer()
+
+
+def _word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {f"w{index}": index for index in range(62)} | {"<eos>": 62, "<pad>": 63}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.Metaspace()
@@ -88,6 +97,53 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", padding_side="left",
         chat_template="{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2",
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory) -> Path:
+    """The folder of a finished run of two steps with a checkpoint each; layers of every kind. Copy it to change it."""
+    folder = tmp_path_factory.mktemp("trained")
+    kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
+    model = _tiny_model(num_hidden_layers=4, layer_types=kinds, sliding_window=6, attention_sinks=2)
+    model.save_pretrained(folder / "start")
+    _word_tokenizer().save_pretrained(folder / "start")
+    text = folder / "my books" / "read.txt"
+    text.parent.mkdir()
+    text.write_text(" ".join(f"w{index * 7 % 62}" for index in range(2000)))
+    flags = ["--model_name_or_path", str(folder / "start"), "--train_file", str(text), "--block_size", "16"]
+    flags += ["--max_train_steps", "2", "--checkpointing_steps", "1", "--cpu_threads", "1"]
+    threads = torch.get_num_threads()
+    flags += ["--output_dir", str(folder / "run")]
+    # accelerate keeps its state in the process
+    AcceleratorState._reset_state(True)
+    with pytest.MonkeyPatch.context() as patched:
+        # the command that the run notes
+        patched.setattr(sys, "argv", ["run_clm.py", *flags])
+        assert train(flags) == 0
+    AcceleratorState._reset_state(True)
+    torch.set_num_threads(threads)
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def exported(trained_run) -> Path:
+    """`hope-hf export` of `trained_run`, which has loaded it in a process without the package. Do not change it."""
+    folder = trained_run.parent / "small-hope"
+    assert export([str(trained_run), "--to", str(folder), "--license", "mit"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory) -> Path:
+    """`hope-hf convert` of a small Llama in the folder `llama` beside it. Do not change it."""
+    folder = tmp_path_factory.mktemp("converted")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, bos_token_id=None, eos_token_id=62, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    _word_tokenizer().save_pretrained(folder / "llama")
+    assert convert(["--from", str(folder / "llama"), "--output_dir", str(folder / "hope")]) == 0
+    return folder / "hope"
 
 
 @pytest.fixture

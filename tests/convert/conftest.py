@@ -1,6 +1,7 @@
 """Fixtures of conversions: a saved source, and the command."""
 
 import pytest
+import torch
 from sources import config_of, model_of
 
 from hope_hf.convert import main
@@ -10,9 +11,8 @@ from hope_hf.convert import main
 def saved(tmp_path, word_tokenizer):
     """`saved(kind, dtype=..., shard=..., **fields)` saves a model and its tokenizer; returns model and folder."""
 
-    def save(kind, shard="1GB", tokenizer=True, **options):
-        dtype = options.pop("dtype", None)
-        model = model_of(config_of(kind, **options), *([dtype] if dtype else []))
+    def save(kind, shard="1GB", tokenizer=True, dtype=torch.float32, **options):
+        model = model_of(config_of(kind, **options), dtype)
         folder = tmp_path / "source"
         model.save_pretrained(folder, max_shard_size=shard)
         if tokenizer:
@@ -23,15 +23,15 @@ def saved(tmp_path, word_tokenizer):
 
 
 @pytest.fixture
-def converted(tmp_path):
-    """`converted(source, *flags)` runs the command; returns the new folder."""
+def convert(tmp_path):
+    """`convert(source, *flags)` runs the command; returns the new folder."""
 
-    def convert(source, *flags):
+    def run(source, *flags):
         out = tmp_path / "made" / "hope"
         assert main(["--from", str(source), "--output_dir", str(out), *map(str, flags)]) == 0
         return out
 
-    return convert
+    return run
 
 
 @pytest.fixture

@@ -43,7 +43,8 @@ class Gguf:
         for name, value in (fields | self.others).items():
             _add(writer, name, value)
         for name, array in self.tensors.items():
-            writer.add_tensor(name, array)
+            kind = gguf.GGMLQuantizationType.Q8_0 if array.dtype == np.uint8 else None
+            writer.add_tensor(name, array, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -64,11 +65,7 @@ class Gguf:
         angles = np.arange(length)[:, None, None] * frequencies
         turns = scale * np.cos(angles), scale * np.sin(angles)
         for layer in range(self.sizes["layers"]):
-            block = {
-                name.removeprefix(f"blk.{layer}."): array
-                for name, array in tensors.items()
-                if name.startswith(f"blk.{layer}.")
-            }
+            block = {name.removeprefix(f"blk.{layer}."): array for name, array in tensors.items()}
             hidden = hidden + self._attention(block, _norm(hidden, block["attn_norm.weight"]), turns, hides)
             read = _norm(hidden, block["ffn_norm.weight"])
             gate = _map(block, "ffn_gate", read)
@@ -104,23 +101,35 @@ class Gguf:
         return turned
 
     def _random(self, biases, tied) -> dict[str, np.ndarray]:
-        draw, size = np.random.default_rng(0), self.sizes
-        hidden, units = size["hidden"], size["units"]
-        rows = {name: size[heads] * size["head_dim"] for name, heads in ARRAYS.items()}
-        shapes = {name: (count, hidden) for name, count in rows.items()}
-        shapes |= {"attn_output": (hidden, rows["attn_q"]), "ffn_gate": (units, hidden), "ffn_up": (units, hidden)}
-        shapes |= {"ffn_down": (hidden, units), "attn_norm": (hidden,), "ffn_norm": (hidden,)}
-        if self.architecture == "qwen3":
-            shapes |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (size["head_dim"],))
+        size = self.sizes
+        hidden, units, width = size["hidden"], size["units"], size["head_dim"]
+        rows, key_rows = size["heads"] * width, size["key_heads"] * width
+        shapes = {"attn_norm": (hidden,)}
         if self.architecture == "qwen2":
             biases = ("attn_q", "attn_k", "attn_v")
-        found = {"token_embd.weight": (size["vocab"], hidden), "output_norm.weight": (hidden,)}
-        found |= {} if tied else {"output.weight": (size["vocab"], hidden)}
+        if self.architecture == "qwen3":
+            shapes |= {"attn_q_norm": (width,), "attn_k_norm": (width,)}
+        shapes |= {"attn_q": (rows, hidden), "attn_k": (key_rows, hidden), "attn_v": (key_rows, hidden)}
+        shapes |= {"attn_output": (hidden, rows), "ffn_norm": (hidden,)}
+        shapes |= {"ffn_gate": (units, hidden), "ffn_up": (units, hidden), "ffn_down": (hidden, units)}
+        draw = np.random.default_rng(0)
+        tensors = {"token_embd.weight": _drawn(draw, size["vocab"], hidden)}
         for layer in range(size["layers"]):
-            found |= {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
-            found |= {f"blk.{layer}.{name}.bias": shapes[name][:1] for name in biases}
-        return {name: (draw.normal(size=shape) * 0.3 + ("norm" in name)).astype(np.float32)
-                for name, shape in found.items()}  # fmt: skip
+            for name, shape in shapes.items():
+                tensors[f"blk.{layer}.{name}.weight"] = _drawn(draw, *shape)
+                if name in biases:
+                    tensors[f"blk.{layer}.{name}.bias"] = _drawn(draw, shape[0])
+        tensors["output_norm.weight"] = _drawn(draw, hidden)
+        if not tied:
+            tensors["output.weight"] = _drawn(draw, size["vocab"], hidden)
+        for name, tensor in tensors.items():
+            if "norm" in name:
+                tensor += 1
+        return tensors
+
+
+def _drawn(draw, *shape: int) -> np.ndarray:
+    return (0.3 * draw.normal(size=shape)).astype(np.float32)
 
 
 def plain_frequencies(head_dim: int, base: float = BASE) -> np.ndarray:

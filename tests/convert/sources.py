@@ -22,17 +22,14 @@ LLAMA3 = dict(
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 KINDS = {
     "llama": (LlamaConfig, {}),
-    "tied": (LlamaConfig, dict(tie_word_embeddings=True)),
-    "head_dim": (LlamaConfig, dict(head_dim=16)),
-    "one-key-head": (LlamaConfig, dict(num_key_value_heads=1)),
-    "biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
-    "gelu": (LlamaConfig, dict(hidden_act="gelu")),
-    "llama3": (LlamaConfig, dict(rope_parameters=LLAMA3)),
-    "yarn": (LlamaConfig, dict(rope_parameters=YARN)),
-    "mistral": (MistralConfig, dict(sliding_window=None, head_dim=8)),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, dict(head_dim=16)),
-    "qwen3-biases": (Qwen3Config, dict(head_dim=16, attention_bias=True, tie_word_embeddings=True)),
+    "tied": (LlamaConfig, dict(tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "biases": (
+        LlamaConfig,
+        dict(attention_bias=True, mlp_bias=True, head_dim=16, num_key_value_heads=1, hidden_act="gelu"),
+    ),
+    "mistral": (MistralConfig, dict(sliding_window=None, head_dim=8, rope_parameters=YARN)),
+    "qwen2": (Qwen2Config, dict(use_sliding_window=False, sliding_window=24)),
+    "qwen3": (Qwen3Config, dict(head_dim=16, attention_bias=True, tie_word_embeddings=True)),
 }
 
 

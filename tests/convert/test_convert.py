@@ -1,6 +1,7 @@
 """A converted model has its source's logits, and is an ordinary model of this package."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -8,91 +9,98 @@ from safetensors.torch import load_file, save_file
 from sources import KINDS, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hope_hf import HopeForCausalLM
-from hope_hf.convert import folder as folder_module
+from hope_hf import HopeCache, HopeForCausalLM
+from hope_hf.convert import weights as weights_module
+from hope_hf.export import main as export
 
 TOLERANCE = 1e-5
 
 
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
-def assert_equal_logits(theirs, ours, tolerance=0.0):
+def assert_equal_logits(theirs, ours, tolerance=TOLERANCE):
     """Logits of random ids, of a left-padded batch, and twenty greedy tokens after them."""
     ids = random_ids(2, 100)
     mask = torch.ones_like(ids)
     mask[1, :40] = 0
     # Without positions a Llama counts columns, and HOPE tokens: alike but for the rounding of angles.
     of_tokens = (mask.cumsum(1) - 1).clamp(min=0)
-    for given, positions in ((None, None), (mask, of_tokens)):
-        expected, found = (
-            model(ids, attention_mask=given, position_ids=positions).logits for model in (theirs, ours)
-        )
-        if given is not None:
-            expected, found = (logits[given.bool()] for logits in (expected, found))
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-        assert torch.equal(found.argmax(-1), expected.argmax(-1))
-        assert found.std() > 0.1
-    without = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (theirs, ours)]
-    torch.testing.assert_close(*without, rtol=0, atol=TOLERANCE)
-    options = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=63)
-    tokens = (model.generate(ids, attention_mask=mask, **options) for model in (theirs, ours))
-    assert torch.equal(*tokens)
+    calls = [
+        (tolerance, {}),
+        (tolerance, dict(attention_mask=mask, position_ids=of_tokens)),
+        (TOLERANCE, dict(attention_mask=mask)),
+    ]
+    for most, options in calls:
+        is_token = options.get("attention_mask", torch.ones_like(ids)).bool()
+        expected, found = theirs(ids, **options).logits[is_token], ours(ids, **options).logits[is_token]
+        torch.testing.assert_close(found, expected, rtol=0, atol=most)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1)) and found.std() > 0.1
+    options = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=63, attention_mask=mask)
+    assert torch.equal(theirs.generate(ids, **options), ours.generate(ids, **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_greedy_tokens_are_those_of_the_source(kind, saved, converted):
+def test_logits_and_greedy_tokens_are_those_of_the_source(kind, saved, convert):
     theirs, source = saved(kind)
-    folder = converted(source)
-    ours = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours = loaded(convert(source))
     assert type(ours) is HopeForCausalLM and set(ours.config.layer_types) == {"full_attention"}
     assert ours.config.level_learning is not None
     # one operation normalises here, and five there
-    assert_equal_logits(theirs, ours, TOLERANCE if kind.startswith("qwen3") else 0.0)
+    assert_equal_logits(theirs, ours, TOLERANCE if kind == "qwen3" else 0.0)
 
 
 WINDOWS = {
-    "mistral": ("mistral", dict(sliding_window=24), ["window_attention"] * 3),
-    "qwen2": ("qwen2", dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),
-              ["full_attention"] + ["window_attention"] * 2),
-    "qwen3": ("qwen3", dict(use_sliding_window=True, sliding_window=24,
-                            layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-              ["window_attention", "full_attention", "window_attention"]),
-    "qwen2-off": ("qwen2", dict(use_sliding_window=False, sliding_window=24, max_window_layers=1),
-                  ["full_attention"] * 3),
-}  # fmt: skip
+    "mistral": (dict(sliding_window=24), ["window_attention"] * 3),
+    "qwen2": (
+        dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),
+        ["full_attention", "window_attention", "window_attention"],
+    ),
+    "qwen3": (
+        dict(
+            use_sliding_window=True,
+            sliding_window=24,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        ["window_attention", "full_attention", "window_attention"],
+    ),
+}
 
 
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows_of_the_source(name, saved, converted):
-    kind, fields, kinds = WINDOWS[name]
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_of_the_source(kind, saved, convert):
+    fields, kinds = WINDOWS[kind]
     theirs, source = saved(kind, **fields)
-    ours = AutoModelForCausalLM.from_pretrained(converted(source)).eval()
+    ours = loaded(convert(source))
     assert ours.config.layer_types == kinds
-    assert_equal_logits(theirs, ours, TOLERANCE)
+    assert_equal_logits(theirs, ours)
 
 
-def test_a_window_that_transformers_does_not_read(saved, converted):
+def test_fields_of_other_programs_change_nothing(saved, convert):
     theirs, source = saved("llama")
     config = json.loads((source / "config.json").read_text())
-    # longer than the text of the check
-    (source / "config.json").write_text(json.dumps(config | {"sliding_window": 280}))
-    ours = AutoModelForCausalLM.from_pretrained(converted(source)).eval()
+    # the window is longer than the text of the check, and transformers does not read it
+    config |= dict(sliding_window=280, rope_interleaved=False, is_llama_config=True, pretraining_tp=2)
+    (source / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     ids = random_ids(1, 400)
-    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(loaded(convert(source))(ids).logits, theirs(ids).logits, rtol=0, atol=TOLERANCE)
 
 
-def test_a_new_window_is_exact_while_the_text_is_shorter(saved, converted):
+def test_a_new_window_is_exact_while_the_text_is_shorter(saved, convert):
     theirs, source = saved("llama")
-    ours = AutoModelForCausalLM.from_pretrained(converted(source, "--sliding_window", 128)).eval()
+    ours = loaded(convert(source, "--sliding_window", 128))
     config = ours.config
     assert (config.layer_types, config.sliding_window, config.attention_sinks) == (["window_attention"] * 3, 128, 4)
-    assert_equal_logits(theirs, ours, TOLERANCE)
+    assert_equal_logits(theirs, ours)
     ids = random_ids(1, 200)
     assert not torch.allclose(theirs(ids).logits, ours(ids).logits, atol=1e-2)
 
 
-def test_weights_keep_their_bytes_and_files(saved, converted):
-    theirs, source = saved("qwen2", dtype=torch.bfloat16, shard="12KB")
-    folder = converted(source)
+def test_weights_keep_their_bytes_and_files(saved, convert):
+    theirs, source = saved("qwen2", dtype=torch.bfloat16, shard="12KB", tokenizer=False)
+    folder = convert(source)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     before = json.loads((source / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(set(before["weight_map"].values())) > 3
@@ -104,83 +112,96 @@ def test_weights_keep_their_bytes_and_files(saved, converted):
     weights = sorted(weight.flatten().float().tolist() for weight in theirs.parameters())
     assert sorted(weight.flatten().float().tolist() for weight in ours.parameters()) == weights
     # loaded again, since `to` rounds the frequencies of positions, too
-    assert_equal_logits(*(AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-                          for place in (source, folder)))  # fmt: skip
+    assert_equal_logits(loaded(source), loaded(folder), 0.0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "biases", "tied"])
-def test_levels_side_by_side_add_up_to_the_mlp(kind, saved, converted):
+def test_one_file_of_weights_is_held_at_a_time(saved, convert, monkeypatch):
+    _, source = saved("llama", shard="30KB")
+    held = []
+
+    def save(weights, *arguments, **options):
+        assert not [weight for weight in held if weight() is not None]
+        held.extend(map(weakref.ref, weights.values()))
+        save_file(weights, *arguments, **options)
+
+    monkeypatch.setattr(weights_module, "save_file", save)
+    convert(source, "--levels", "16,32")
+    assert len(held) > 30
+
+
+@pytest.mark.parametrize("kind", ["biases", "tied"])
+def test_levels_side_by_side_add_up_to_the_mlp(kind, saved, convert):
     theirs, source = saved(kind, intermediate_size=49)
-    ours = AutoModelForCausalLM.from_pretrained(converted(source, "--levels", "512,2048,8192")).eval()
+    ours = loaded(convert(source, "--levels", "512,2048,8192"))
     config = ours.config
     assert (config.level_periods, config.level_intermediate_sizes) == ([512, 2048, 8192], [17, 16, 16])
     assert config.level_variant == "independent" and config.level_learning.periods == [512, 2048, 8192]
-    assert_equal_logits(theirs, ours, TOLERANCE)
+    assert_equal_logits(theirs, ours)
 
 
-def test_new_memories_change_nothing_until_they_are_trained(saved, converted):
+def test_levels_learn_while_a_converted_model_reads(saved, convert):
+    model = loaded(convert(saved("llama")[1], "--levels", "16,32"))
+    ids = random_ids(1, 64)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    model.config.level_learning.gate = False
+    learned, plain = HopeCache(model.config), HopeCache(model.config)
+    assert model.learn(ids, cache=learned) is not None
+    with torch.no_grad():
+        model(ids, cache=plain)
+        assert not torch.allclose(model(ids[:, :8], cache=learned).logits, model(ids[:, :8], cache=plain).logits)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_new_memories_change_nothing_until_they_are_trained(saved, convert):
     theirs, source = saved("qwen3", num_hidden_layers=4)
-    ours = AutoModelForCausalLM.from_pretrained(converted(source, "--memory_layers", "1,3")).eval()
+    ours = loaded(convert(source, "--memory_layers", "1,3"))
     assert ours.config.layer_types == ["full_attention", "hope_memory"] * 2
     with torch.no_grad():
         for layer in (1, 3):
-            theirs.model.layers[layer].self_attn.o_proj.weight.zero_()
-    assert_equal_logits(theirs, ours, TOLERANCE)
+            for parameter in theirs.model.layers[layer].self_attn.o_proj.parameters():
+                parameter.zero_()
+    assert_equal_logits(theirs, ours)
     # the output map learns first, and the memories behind it once it is not zero
     ids = random_ids(1, 64)
     ours.train()(ids, labels=ids).loss.backward()
-    gradients = [ours.model.layers[layer].mixer.o_proj.weight.grad.abs().max() for layer in (1, 3)]
-    assert min(gradients) > 0
-    mixers = [ours.model.layers[layer].mixer for layer in (1, 3)]
-    assert not torch.equal(mixers[0].k_proj.weight, mixers[1].k_proj.weight)
+    first, second = (ours.model.layers[layer].mixer for layer in (1, 3))
+    assert first.o_proj.weight.grad.any() and second.o_proj.weight.grad.any()
+    assert not torch.equal(first.k_proj.weight, second.k_proj.weight)
 
 
-def test_tokenizer_template_and_generation_config_are_carried_over(saved, converted, word_tokenizer):
+def test_tokenizer_settings_and_licence_are_carried_over(saved, convert, word_tokenizer):
     _, source = saved("llama")
     GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True, eos_token_id=62).save_pretrained(source)
-    folder = converted(source)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "w5 w6 w7"
-    assert tokenizer(text) == word_tokenizer(text) and tokenizer.chat_template == word_tokenizer.chat_template
-    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.temperature == 0.7
-
-
-def test_a_model_without_a_tokenizer_is_converted(saved, converted):
-    theirs, source = saved("llama", tokenizer=False)
-    assert_equal_logits(theirs, AutoModelForCausalLM.from_pretrained(converted(source)).eval())
-
-
-def test_the_card_names_source_and_licence(saved, converted):
-    _, source = saved("llama")
     (source / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n\n# A model\n")
-    page = (converted(source) / "README.md").read_text()
-    assert "license: cc-by-4.0" in page and "| licence of the weights | cc-by-4.0 |" in page
-    assert "A conversion of `source`" in page and str(source.parent) not in page
-    assert "the largest difference to a logit of the source is\n0.0e+00" in page
+    folder = convert(source)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("w5 w6") == word_tokenizer("w5 w6") and tokenizer.chat_template == word_tokenizer.chat_template
+    assert loaded(folder).generation_config.temperature == 0.7
+    page = (folder / "README.md").read_text()
+    assert "license: cc-by-4.0" in page and "`source`" in page and str(source.parent) not in page
+    # the largest difference of a logit
+    assert "0.0e+00" in page
 
 
-def test_a_folder_on_a_disk_that_reads_wrongly_is_thrown_away(saved, refused, monkeypatch):
+def test_a_converted_model_is_exported_with_equal_weights(converted, tmp_path, monkeypatch):
+    monkeypatch.setattr("hope_hf.export.folder.check_export", lambda *arguments: "")
+    assert export([str(converted), "--to", str(tmp_path / "exported")]) == 0
+    ours, theirs = (load_file(place / "model.safetensors") for place in (converted, tmp_path / "exported"))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+@pytest.mark.parametrize("error", [1e-2, torch.nan])
+def test_a_folder_whose_weights_differ_is_thrown_away(saved, refused, monkeypatch, error):
     _, source = saved("llama")
-    write = folder_module.write_files
 
-    def write_otherwise(files, config, dtype, folder):
-        def weights(file, config, dtype):
-            found = plain(file, config, dtype)
-            found["model.layers.1.continuum.levels.0.up_proj.weight"][0, 0] += 1e-2
-            return found
+    def save(weights, *arguments, **options):
+        weights["model.layers.1.continuum.levels.0.up_proj.weight"][0, 0] += error
+        save_file(weights, *arguments, **options)
 
-        plain = type(files[0]).weights
-        monkeypatch.setattr(type(files[0]), "weights", weights)
-        return write(files, config, dtype, folder)
-
-    monkeypatch.setattr(folder_module, "write_files", write_otherwise)
+    # as on a disk that reads wrongly
+    monkeypatch.setattr(weights_module, "save_file", save)
     sentence = refused(source, status=1)
-    assert "The converted model's logits differ by up to " in sentence and "nothing was written" in sentence
-
-
-def test_weights_that_are_no_numbers_are_refused(saved, refused):
-    _, source = saved("llama")
-    weights = load_file(source / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    assert "differ by up to nan" in refused(source, status=1)
+    assert "logits differ by up to " in sentence and "nothing was written" in sentence

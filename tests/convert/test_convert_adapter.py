@@ -25,15 +25,13 @@ def adapter_of(model, folder, place, **options):
         return changed(random_ids(2, 40)).logits
 
 
-
-
 @pytest.mark.parametrize("levels", [(), ("--levels", "64,128,256")], ids=["one level", "three levels"])
-@pytest.mark.parametrize("given", ["--adapter", "--from"])
-def test_a_llama_s_adapter_is_merged_into_the_converted_model(saved, converted, tmp_path, given, levels):
+def test_a_llama_s_adapter_is_merged_into_the_converted_model(saved, convert, tmp_path, levels):
     model, place = saved("tied")
-    expected = adapter_of(model, tmp_path / "adapter", place, target_modules=[*EVERYWHERE, "lm_head"])
-    flags = [place, "--adapter", tmp_path / "adapter"] if given == "--adapter" else [tmp_path / "adapter"]
-    out = converted(*flags, *levels)
+    adapter = tmp_path / "adapter"
+    expected = adapter_of(model, adapter, place, target_modules=[*EVERYWHERE, "lm_head"])
+    # the adapter alone names its model
+    out = convert(place, "--adapter", adapter, *levels) if levels else convert(adapter)
     hope = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (expected - model(random_ids(2, 40)).logits).abs().max() > 0.1
     torch.testing.assert_close(hope(random_ids(2, 40)).logits, expected, rtol=0, atol=2e-5)
@@ -52,14 +50,13 @@ def test_adapters_that_cannot_be_added_are_refused(saved, refused, tmp_path):
     assert "holds a model beside an adapter" in refused(place)
 
 
-@pytest.mark.parametrize("levels", [(), ("--levels", "64,128,256")], ids=["one level", "three levels"])
-def test_a_llama_s_lora_becomes_one_of_the_converted_model(saved, converted, tmp_path, levels):
+def test_a_llama_s_lora_becomes_one_of_the_converted_model(saved, convert, tmp_path):
     """With ranks, alphas and layers of its own, as `rank_pattern` and the rest name them."""
     model, place = saved("biases")
     patterns = {"rank_pattern": {"up_proj": 2}, "alpha_pattern": {"down_proj": 32, "layers.1.mlp.gate_proj": 5}}
     options = dict(target_modules=EVERYWHERE, layers_to_transform=[0, 1], use_rslora=True) | patterns
     expected = adapter_of(model, tmp_path / "adapter", place, **options)
-    hope = converted(place, *levels)
+    hope = convert(place, "--levels", "64,128,256")
     out = tmp_path / "converted-adapter"
     assert main(["--from", str(hope), "--adapter", str(tmp_path / "adapter"), "--output_dir", str(out)]) == 0
     ids = random_ids(2, 40)
@@ -70,26 +67,20 @@ def test_a_llama_s_lora_becomes_one_of_the_converted_model(saved, converted, tmp
     torch.testing.assert_close(load_model(str(out), config, "MODEL")(ids).logits, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
+def test_loras_that_the_converted_model_cannot_have_are_refused(converted, refused, saved, tmp_path):
+    place = converted.parent / "llama"
+    model = AutoModelForCausalLM.from_pretrained(place).eval()
+    for number, (options, words) in enumerate([
         (dict(use_dora=True), "has use_dora"),
         (dict(bias="all"), "has biases"),
         (dict(modules_to_save=["lm_head"]), "has modules_to_save"),
         (dict(target_modules=["embed_tokens"]), "other weights than a lora_A"),
-    ],
-)
-def test_what_is_more_than_two_matrices_is_refused(saved, converted, refused, tmp_path, options, what):
-    model, place = saved("biases")
-    adapter_of(model, tmp_path / "adapter", place, **dict(target_modules=["q_proj"]) | options)
-    hope = converted(place)
-    told = refused(hope, "--adapter", tmp_path / "adapter")
-    assert what in told and "--from" in told
-
-
-def test_a_lora_of_another_model_is_refused(saved, converted, refused, tmp_path):
-    model, place = saved("llama", intermediate_size=40)
-    adapter_of(model, tmp_path / "adapter", place, target_modules=["up_proj"])
-    hope = converted(saved("llama")[1])
-    assert "is of another model" in refused(hope, "--adapter", tmp_path / "adapter")
-    assert "--levels is for a new model" in refused(hope, "--adapter", tmp_path / "adapter", "--levels", "64,128")
+    ]):  # fmt: skip
+        adapter = tmp_path / f"adapter-{number}"
+        adapter_of(model, adapter, place, **dict(target_modules=["q_proj"]) | options)
+        complaint = refused(converted, "--adapter", adapter)
+        assert words in complaint and "--from" in complaint
+    other, _ = saved("llama", intermediate_size=40)
+    adapter_of(other, tmp_path / "other", place, target_modules=["up_proj"])
+    assert "is of another model" in refused(converted, "--adapter", tmp_path / "other")
+    assert "--levels is for a new model" in refused(converted, "--adapter", adapter, "--levels", "64,128")

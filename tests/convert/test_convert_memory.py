@@ -56,6 +56,7 @@ def write_shards(folder, per_file):
     return max(sizes), 2 * block, sum(sizes)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
 def test_the_peak_of_memory_is_a_file_and_a_block(saved, tmp_path):

@@ -10,7 +10,7 @@ from gguf_files import Gguf, plain_frequencies
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ALL_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+from hope_hf.convert.gguf_positions import read_positions
 
 
 @pytest.fixture
@@ -48,68 +48,72 @@ def llama3_factors(head_dim, base, factor, context):
     return np.array(factors, dtype=np.float32)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "base", "factor", "context"),
-    [(8, 1e4, 8.0, 64), (8, 5e5, 8.0, 64), (64, 5e5, 32.0, 8192)],
-    ids=["one-blended", "none-blended", "3.2-1b"],
-)
-def test_the_positions_of_llama_3(head_dim, base, factor, context, file_of, converted):
-    model = Gguf(head_dim=head_dim)
-    model.fields["rope.freq_base"] = base
-    factors = model.tensors["rope_freqs.weight"] = llama3_factors(head_dim, base, factor, context)
-    config = assert_logits(model, converted(*file_of(model)), frequencies=plain_frequencies(head_dim, base) / factors)
-    assert config.rope_parameters["rope_type"] == "llama3"
-    if head_dim == 64:
-        # those that Meta published
-        assert config.rope_parameters["original_max_position_embeddings"] == 8192
-        assert config.rope_parameters["factor"] == 32.0
+@pytest.mark.parametrize(("head_dim", "base", "factor", "context"), [(8, 5e5, 8.0, 64), (64, 5e5, 32.0, 8192)])
+def test_the_positions_of_llama_3(head_dim, base, factor, context):
+    factors = llama3_factors(head_dim, base, factor, context)
+    positions = read_positions({"rope.freq_base": base}, factors, head_dim, 131_072)
+    positions.check(LlamaConfig(head_dim=head_dim, rope_parameters=positions.parameters), "FILE")
+    np.testing.assert_allclose(positions.frequencies, plain_frequencies(head_dim, base) / factors)
+    assert positions.parameters["rope_type"] == "llama3" and positions.parameters["factor"] == factor
+    # with narrow heads no wave is blended, and several contexts give these factors
+    assert head_dim == 8 or positions.parameters["original_max_position_embeddings"] == 8192
 
 
-@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
-def test_linear_positions(name, file_of, converted):
-    model = Gguf()
-    # without a type it is linear
-    model.fields[name] = 4.0
-    assert_logits(model, converted(*file_of(model)), frequencies=plain_frequencies(8) / 4)
-
-
-def test_yarn(file_of, converted):
-    model = Gguf("qwen3", head_dim=16)
-    model.fields |= {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": 4.0,
-        "rope.scaling.original_context_length": 128,
-    }
+def yarn() -> tuple[np.ndarray, float]:
+    """Frequencies and scale of transformers."""
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
     peer = LlamaConfig(head_dim=16, max_position_embeddings=512, rope_parameters=rope)
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](peer, "cpu")
-    assert_logits(model, converted(*file_of(model)), frequencies=frequencies.double().numpy(), scale=scale)
+    return frequencies.double().numpy(), scale
 
 
-MODELS = {
-    "tied": (dict(tied=True), "full_attention"),
-    "three biases": (dict(biases=ALL_BIASES[:3]), "full_attention"),
-    "all biases": (dict(biases=ALL_BIASES), "full_attention"),
-    "qwen2": (dict(architecture="qwen2"), "full_attention"),
-    "qwen3": (dict(architecture="qwen3", head_dim=16), "full_attention"),
-    "window": (dict(), "window_attention"),
+ALL_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+BLENDED = llama3_factors(8, 1e4, 8.0, 64)
+YARN_FREQUENCIES, YARN_SCALE = yarn()
+NEUTRAL = {
+    "expert_count": 0,
+    "logit_scale": 1.0,
+    "attention.scale": 8**-0.5,
+    "rope.dimension_count": 8,
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 4.0,
+    "vocab_size": 64,
 }
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+# The model, its fields and factors beyond the usual, and how it reads positions.
+MODELS = {
+    "neutral": (dict(), NEUTRAL, np.ones(4), {}),
+    "llama-3": (dict(tied=True), {}, BLENDED, dict(frequencies=plain_frequencies(8) / BLENDED)),
+    # without a type it is linear
+    "three biases": (
+        dict(biases=ALL_BIASES[:3]), {"rope.scaling.factor": 4.0}, None, dict(frequencies=plain_frequencies(8) / 4)
+    ),
+    "all biases": (
+        dict(biases=ALL_BIASES), {"rope.scale_linear": 4.0}, None, dict(frequencies=plain_frequencies(8) / 4)
+    ),
+    "qwen2": (dict(architecture="qwen2"), {}, None, {}),
+    "qwen3": (
+        dict(architecture="qwen3", head_dim=16), YARN, None, dict(frequencies=YARN_FREQUENCIES, scale=YARN_SCALE)
+    ),
+    "window": (dict(), {"attention.sliding_window": 24}, None, dict(window=24)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_file(name, file_of, converted):
-    options, kind = MODELS[name]
+def test_logits_are_those_of_the_file(name, file_of, convert):
+    options, fields, factors, positions = MODELS[name]
     model = Gguf(**options)
-    window = 24 if kind == "window_attention" else None
-    if window:
-        model.fields["attention.sliding_window"] = window
+    model.fields |= fields
+    if factors is not None:
+        model.tensors["rope_freqs.weight"] = factors.astype(np.float32)
     # what transformers takes for an architecture
     model.others["general.name"] = "mistral"
-    config = assert_logits(model, converted(*file_of(model)), window=window)
+    config = assert_logits(model, convert(*file_of(model)), **positions)
+    kind = "window_attention" if name == "window" else "full_attention"
     assert set(config.layer_types) == {kind}
 
 
-def test_quantised_weights_and_a_file_without_a_tokenizer(file_of, converted, capsys):
+def test_quantised_weights_and_a_file_without_a_tokenizer(file_of, convert, capsys):
     model = Gguf()
     model.others = {"general.license": "mit"}
     written = dict(model.tensors)
@@ -120,35 +124,13 @@ def test_quantised_weights_and_a_file_without_a_tokenizer(file_of, converted, ca
         assert not np.array_equal(model.tensors[name], written[name])
         written[name] = quantised
     exact, model.tensors = model.tensors, written
-    add = gguf.GGUFWriter.add_tensor
-
-    def add_tensor(writer, name, array):
-        add(writer, name, array, raw_dtype=kind if array.dtype == np.uint8 else None)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
-        source = file_of(model)
+    source = file_of(model)
     model.tensors = exact
-    folder = converted(*source)
+    folder = convert(*source)
     assert_logits(model, folder)
     assert not (folder / "tokenizer.json").exists()
     assert "license: mit" in (folder / "README.md").read_text()
     assert "Compared with transformers' llama with the fields and tensors of tiny.gguf" in capsys.readouterr().out
-
-
-def test_fields_that_change_nothing(file_of, converted):
-    model = Gguf()
-    model.fields |= {
-        "expert_count": 0,
-        "logit_scale": 1.0,
-        "attention.scale": 8**-0.5,
-        "rope.dimension_count": 8,
-        "rope.scaling.type": "none",
-        "rope.scaling.factor": 4.0,
-        "vocab_size": 64,
-    }
-    model.tensors["rope_freqs.weight"] = np.ones(4, dtype=np.float32)
-    assert_logits(model, converted(*file_of(model)))
 
 
 REFUSED = {
@@ -202,11 +184,11 @@ def test_a_file_that_is_cut_or_lacks_a_weight(file_of, refused):
     assert "--gguf_file tiny.gguf cannot be read, it may be damaged" in refused(folder, *flags)
 
 
-def test_the_original_tokenizer_beside_the_file_is_taken(file_of, converted, word_tokenizer):
+def test_the_original_tokenizer_beside_the_file_is_taken(file_of, convert, word_tokenizer):
     model = Gguf()
     tokens = word_tokenizer.convert_ids_to_tokens(range(64))
     model.others |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": "of-tomorrow"}
     source = file_of(model)
     word_tokenizer.save_pretrained(source[0])
-    made = AutoTokenizer.from_pretrained(converted(*source))
+    made = AutoTokenizer.from_pretrained(convert(*source))
     assert made("w5 w6 w7") == word_tokenizer("w5 w6 w7") and made.chat_template == word_tokenizer.chat_template

@@ -4,7 +4,6 @@ import re
 from dataclasses import fields, replace
 from typing import get_args, get_type_hints
 
-import pytest
 from huggingface_hub import ModelCard
 
 from hope_hf.common.run_arguments import GROUPS as TRAINING_FLAGS
@@ -19,34 +18,28 @@ NASTY = "a\n\n# b <script>|*c*`d`\r```\n[e](f) \udcff&amp;"
 
 
 def test_every_flag_with_a_text_is_either_public_or_private():
-    texts = {
-        field.name
-        for group in (*TRAINING_FLAGS, *EVALUATION_FLAGS)
-        for field in fields(group)
-        if {int, float, bool}.isdisjoint({(kind := get_type_hints(group)[field.name]), *get_args(kind)})
-    }
+    texts = set()
+    for group in (*TRAINING_FLAGS, *EVALUATION_FLAGS):
+        kinds = get_type_hints(group)
+        for field in fields(group):
+            kind = kinds[field.name]
+            if {int, float, bool}.isdisjoint({kind, *get_args(kind)}):
+                texts.add(field.name)
     assert texts - SHOWN == PRIVATE and SHOWN <= texts
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_a_flag_that_may_be_private_is_left_out_in_every_spelling():
+    for words in (
         ["--checkpoint_hook", "KEY=hidden"],
         ["--checkpoint-hook", "KEY=hidden"],
         ["--checkpoint-hook=KEY=hidden"],
         ["--checkpoint_hook", "-hidden", "hidden"],
-        ["--another-flag", "hidden"],
         ["--another_flag=hidden", "hidden"],
         ["--<hidden>"],
-        ["--project_name", "hidden"],
-    ],
-)
-def test_a_flag_that_may_be_private_is_left_out_in_every_spelling(words):
-    command = public_command(["/home/me/run_clm.py", "/home/me/mid.yaml", *words, "--seed", "7", "--streaming"])
-    assert command == "python run_clm.py mid.yaml --seed 7 --streaming"
-
-
-def test_a_private_value_that_looks_like_a_flag_is_left_out():
+    ):
+        command = public_command(["/home/me/run_clm.py", "/home/me/mid.yaml", *words, "--seed", "7", "--streaming"])
+        assert command == "python run_clm.py mid.yaml --seed 7 --streaming"
+    # a value that looks like a flag
     assert "hidden" not in public_command(["run_clm.py", "--checkpoint-hook", "--KEY=hidden upload", "--my hidden"])
 
 
@@ -79,8 +72,8 @@ def test_text_stays_text():
     assert "0.5000 ± 0.2500" in table[-1]
 
 
-def test_names_and_license_on_the_card_are_one_line_of_text(trained, tiny_model):
-    facts = replace(read_training(trained), text=NASTY, commands=[NASTY], versions={NASTY: NASTY})
+def test_names_and_license_on_the_card_are_one_line_of_text(trained_run, tiny_model):
+    facts = replace(read_training(trained_run), text=NASTY, commands=[NASTY], versions={NASTY: NASTY})
     card = model_card(tiny_model(), NASTY, f"{NASTY}\n---\n", facts, None)
     assert ModelCard(card.content).data.license == "a # b <script>|*c*`d` ``` [e](f) &amp; ---"
     outside = re.sub(r"^(`{3,}).*?^\1$", "", card.text, flags=re.DOTALL | re.MULTILINE)
