@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeCache
 from hope_hf.chat import conversation, main, session
@@ -59,22 +58,15 @@ def test_a_memory_continues_in_another_process(folder, tmp_path, warm_python):
     torch.testing.assert_close(two, one, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_what_was_learned_is_saved_in_the_dtype(chat, book, tmp_path, model, dtype):
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 1e-2), ("int8", 1e-2)])
+def test_what_was_learned_is_saved_in_the_dtype(chat, book, tmp_path, model, tokenizer, dtype, error):
     assert chat("--learn", "--memory", tmp_path / "m", "--memory_dtype", dtype, "--file", book)[0] == 0
     exact = HopeCache(model.config)
-    model.learn(TEXT, cache=exact, tokenizer=conversation_tokenizer(tmp_path))
-    loaded = HopeCache.from_pretrained(tmp_path / "m", model)
+    model.learn(TEXT, cache=exact, tokenizer=tokenizer)
+    deltas = HopeCache.from_pretrained(tmp_path / "m", model).levels.deltas
     for key, delta in exact.levels.deltas.items():
-        error = (loaded.levels.deltas[key] - delta).abs().max() / delta.abs().max()
-        assert error < {"float32": 1e-4, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
-        assert (error < 1e-4) == (dtype == "float32")
-
-
-def conversation_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tmp_path / "model")
+        found = (deltas[key] - delta).abs().max() / delta.abs().max()
+        assert found < error and (found < 1e-4) == (dtype == "float32")
 
 
 def test_commands(chat, book, tmp_path):
@@ -137,9 +129,8 @@ def test_ctrl_c_drops_the_turn_and_saves_those_before(chat, tmp_path, monkeypatc
     assert len(json.loads((tmp_path / "m" / "chat.json").read_text())["messages"]) == 2
 
 
-@pytest.mark.parametrize("typed", ["", "\n \n"])
-def test_nothing_is_saved_where_nothing_was_read(chat, tmp_path, typed):
-    assert chat("--memory", tmp_path / "m", typed=typed) == (0, "", "")
+def test_nothing_is_saved_where_nothing_was_read(chat, tmp_path):
+    assert chat("--memory", tmp_path / "m", typed="\n \n") == (0, "", "")
     assert not (tmp_path / "m").exists()
 
 
@@ -174,12 +165,10 @@ def test_wrong_memories_are_refused_and_stay(chat, tmp_path, tiny_model, model):
     assert (tmp_path / "m" / "hope_cache.safetensors").read_bytes() == before
 
 
-def test_wrong_models_are_refused(chat, folder, tmp_path, tiny_model):
+def test_wrong_models_are_refused(chat, converted, tmp_path):
     assert "MODEL" in refused(chat(model=tmp_path / "missing"))
     assert "MODEL" in refused(chat(model=tmp_path))
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=64)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
-    assert "hope-hf convert" in refused(chat(typed="w10"))
+    assert "hope-hf convert" in refused(chat(typed="w10", model=converted.parent / "llama"))
 
 
 def test_a_model_trained_here_learns_with_the_defaults(chat, complete, folder, tmp_path, tiny_model):
@@ -254,49 +243,35 @@ def test_a_link_to_nothing_is_refused_before_the_book_is_read(chat, book, tmp_pa
         assert (status, out) == (2, "") and f"--memory {folder} cannot be written" in errors
 
 
-FORGED = {
-    "role": lambda found: found["messages"][0].update(role="root"),
-    "no role": lambda found: found["messages"][0].update(role=["user"]),
-    "count": lambda found: found.update(tokens=-1),
-    "truth": lambda found: found.update(tokens=True),
-    "token": lambda found: found.update(unread=[-1]),
-}
-
-
-@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
-def test_a_conversation_that_cannot_be_is_refused(chat, tmp_path, change):
+def test_a_conversation_that_cannot_be_is_refused(chat, tmp_path):
     assert chat("--memory", tmp_path / "m", typed="w10")[0] == 0
     file = tmp_path / "m" / "chat.json"
-    found = json.loads(file.read_text())
-    change(found)
-    file.write_text(json.dumps(found))
-    assert f"--memory: the file {file} holds no conversation" in refused(chat("--memory", tmp_path / "m", typed="w11"))
+    whole = json.loads(file.read_text())
+    first, *others = whole["messages"]
+    for forged in (
+        {"messages": [first | {"role": "root"}, *others]},
+        {"messages": [first | {"role": ["user"]}, *others]},
+        {"tokens": -1},
+        {"tokens": True},
+        {"unread": [-1]},
+    ):
+        file.write_text(json.dumps(whole | forged))
+        assert f"{file} holds no conversation" in refused(chat("--memory", tmp_path / "m", typed="w11")), forged
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["--compare"], "--compare is about learning: add --learn"),
-        (["--learn_generated"], "--learn_generated is about learning"),
-        (["--temperature", "2", "--do_sample", "false"], "--temperature is for drawn tokens"),
-        (["--memory_dtype", "int8"], "add --memory FOLDER"),
-        (["--file", "missing.txt"], "--file missing.txt cannot be read"),
-        (["--temprature", "2"], "did you mean --temperature"),
-    ],
-)
-def test_wrong_flags_are_refused(chat, words, match):
-    assert match in refused(chat(*words))
+def test_wrong_flags_are_refused(chat):
+    for words in (
+        ["--compare"],
+        ["--learn_generated"],
+        ["--temperature", "2", "--do_sample", "false"],
+        ["--memory_dtype", "int8"],
+        ["--file", "missing.txt"],
+        ["--temprature", "2"],
+    ):
+        assert words[0].replace("temprature", "temperature") in refused(chat(*words))
 
 
 def test_answers_are_drawn_with_the_seed(chat):
     drawn = {chat("--temperature", "5", "--seed", seed, "--prompt", "w10")[1] for seed in (1, 1, 2, 3)}
     assert len(drawn) == 3
-    assert len({chat("--seed", seed, "--prompt", "w10")[1] for seed in (1, 2)}) == 1
-
-
-def test_help_begins_with_the_most_used_flags(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    out = capsys.readouterr().out
-    assert out.startswith("usage: hope-hf chat MODEL [--memory FOLDER] [--learn] [--file FILE ...]")
-    assert "example: hope-hf chat" in out
+    assert chat("--seed", 1, "--prompt", "w10")[1] == chat("--seed", 2, "--prompt", "w10")[1]

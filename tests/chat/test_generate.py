@@ -5,13 +5,9 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeCache
 from hope_hf.chat import generate
-from hope_hf.convert import convert_folder
-from hope_hf.convert.run import Changes
-from hope_hf.export import export_folder
 
 GREEDY = ["--do_sample", "false"]
 
@@ -70,20 +66,17 @@ def test_sampling_flags_are_those_of_transformers(complete, model, tokenizer):
     assert complete("--prompt", "w10", *GREEDY, "--repetition_penalty", "50")[1].strip() == tokenizer.decode(found)
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
+def test_mistakes_are_one_sentence(complete):
+    for words, match in (
         (["--top_k", "2", "--do_sample", "false"], "--top_k is for drawn tokens"),
         (["--learn_generated"], "add --learn"),
         (["--memory_dtype", "int8"], "add --memory FOLDER"),
-        (["--prompt", " "], "--prompt is ' '"),
-        (["--file", "x"], "There is no flag --file"),
+        (["--prompt", " "], "--prompt"),
+        (["--file", "x"], "--file"),
         ([], "the text has no token of the model"),
-    ],
-)
-def test_mistakes_are_one_sentence(complete, words, match):
-    status, out, errors = complete(*words)
-    assert status == 2 and out == "" and match in errors and errors.count("error: ") == 1
+    ):
+        status, out, errors = complete(*words)
+        assert status == 2 and out == "" and match in errors and errors.count("error: ") == 1, words
 
 
 def test_a_terminal_without_a_prompt_is_told_what_is_missing(folder, monkeypatch, capsys):
@@ -92,31 +85,11 @@ def test_a_terminal_without_a_prompt_is_told_what_is_missing(folder, monkeypatch
     assert "give --prompt TEXT, or pipe it" in capsys.readouterr().err
 
 
-@pytest.fixture
-def made(tmp_path, model, folder, tokenizer):
-    """A HOPE made by another program: converted from a Llama, or exported with its code."""
-
-    def make(by: str):
-        out = tmp_path / by
-        if by == "exported":
-            (folder / "run.json").unlink(missing_ok=True)
-            export_folder(folder, out, "owner/name")
-        else:
-            sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-            torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "llama")
-            tokenizer.save_pretrained(tmp_path / "llama")
-            convert_folder(str(tmp_path / "llama"), out, Changes())
-        return out
-
-    return make
-
-
 @pytest.mark.parametrize("by", ["converted", "exported"])
-def test_models_of_other_programs_talk_and_remember(by, made, complete, chat, tmp_path):
-    model = made(by)
+def test_models_of_other_programs_talk_and_remember(by, request, complete, chat, tmp_path):
+    model = request.getfixturevalue(by)
     words = ["--memory", tmp_path / "m", *GREEDY]
-    assert complete("--prompt", "w10 w11", *words, model=model)[:1] == (0,)
+    assert complete("--prompt", "w10 w11", *words, model=model)[0] == 0
     status, out, errors = chat(*words, typed="w12 w13\n/undo\n/state\nw12 w13", model=model)
     answers = [line for line in out.splitlines() if line.startswith("w")]
     assert status == 0 and len(answers) == 2 and answers[0] == answers[1], errors
