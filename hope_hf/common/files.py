@@ -10,7 +10,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import IO
+
+from safetensors import SafetensorError
 
 # Names in the folder of a run. A checkpoint that is still being written has another name.
 RUN_FILE = "run.json"
@@ -137,6 +140,31 @@ def write_errors(named: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{named} cannot be written: {error.strerror}.") from None
+
+
+def require_new(folder: Path, flag: str) -> None:
+    """Raise ValueError that names the flag unless the folder is empty or does not exist."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{flag} {folder} exists and is not an empty folder: name a new one.")
+
+
+@contextmanager
+def new_folder(out: Path, flag: str) -> Iterator[Path]:
+    """Gives a folder that is renamed to `out` at the end; after an error nothing is left of it.
+
+    Raises:
+        ValueError: it cannot be written, one sentence that names the flag.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+            folder = Path(scratch) / out.name
+            folder.mkdir()
+            yield folder
+            folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{flag} {out} cannot be written: {reason}.") from error
 
 
 def flush_to_disk(file: IO) -> None:

@@ -1,6 +1,7 @@
 """Which architectures and which of their fields HOPE expresses, and the configuration that does."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from transformers import PreTrainedConfig
 
@@ -28,12 +29,12 @@ class Architecture:
 
     Attributes:
         same: fields beyond `SAME` that HOPE has under the same name.
-        fixed: values of HOPE's fields that the architecture always has.
+        fixed: HOPE's fields with the values that the architecture always has.
         window: fields beyond these that say which layers see a window.
     """
 
     same: tuple[str, ...] = ()
-    fixed: tuple[tuple[str, object], ...] = ()
+    fixed: Mapping[str, bool] = field(default_factory=dict)
     window: tuple[str, ...] = ()
 
 
@@ -41,8 +42,8 @@ _QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 ARCHITECTURES = {
     "llama": Architecture(same=("attention_bias", "mlp_bias")),
     "mistral": Architecture(window=("sliding_window",)),
-    "qwen2": Architecture(fixed=(("attention_bias", True), ("attention_out_bias", False)), window=_QWEN_WINDOW),
-    "qwen3": Architecture(same=("attention_bias",), fixed=(("use_qk_norm", True),), window=_QWEN_WINDOW),
+    "qwen2": Architecture(fixed={"attention_bias": True, "attention_out_bias": False}, window=_QWEN_WINDOW),
+    "qwen3": Architecture(same=("attention_bias",), fixed={"use_qk_norm": True}, window=_QWEN_WINDOW),
 }
 WORKS = f"what works is {', '.join(ARCHITECTURES)}"
 
@@ -74,72 +75,90 @@ def hope_config(config: PreTrainedConfig, named: str, changes: Changes) -> HopeC
     if architecture is None:
         raise ValueError(f"{named} is a {config.model_type}, which HOPE cannot express: {WORKS}.")
     _check_fields(config, architecture, named)
-    layers = range(config.num_hidden_layers)
-    for layer in changes.memory_layers:
-        if layer not in layers:
-            raise ValueError(
-                f"--memory_layers has {layer}, and the layers of {named} are 0 to {layers[-1]}: name some of these."
-            )
-    kinds = _kinds(config, architecture)
-    window, sinks = config.sliding_window if "window_attention" in kinds else None, 0
-    if changes.sliding_window is not None:
-        if window is not None:
-            raise ValueError(f"{named} has a sliding_window of {window} already: leave --sliding_window out.")
-        kinds, window, sinks = ["window_attention"] * len(kinds), changes.sliding_window, changes.attention_sinks
-    kinds = ["hope_memory" if layer in changes.memory_layers else kind for layer, kind in enumerate(kinds)]
-    if "window_attention" in kinds:
-        windows = {"sliding_window": window, "attention_sinks": sinks}
-    else:
-        windows = {}
-    values = {name: getattr(config, name) for name in (*SAME, *architecture.same)} | dict(architecture.fixed) | windows
-    heads = config.num_attention_heads
-    values |= {
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "layer_types": kinds,
-        "level_intermediate_sizes": _cut(config.intermediate_size, max(1, len(changes.levels))),
-        "level_periods": list(changes.levels) or [512],
-        "level_variant": "independent" if len(changes.levels) > 1 else "sequential",
-        "level_learning": {"periods": list(changes.levels)} if changes.levels else {},
-        "dtype": config.dtype,
-    }
+    values = {name: getattr(config, name) for name in (*SAME, *architecture.same)}
+    values |= architecture.fixed
+    values |= _mixers(config, architecture, named, changes)
+    values |= _levels(config.intermediate_size, changes.levels)
+    # not every configuration has a width of heads of its own
+    values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values["dtype"] = config.dtype
     try:
         return HopeConfig(**values)
     except MISTAKES as error:
         raise ValueError(f"{named} cannot be expressed as a HOPE: {one_line(error)}") from error
 
 
-def _cut(units: int, levels: int) -> list[int]:
-    """The hidden units of each level, as even as possible."""
-    if levels > units:
-        raise ValueError(f"--levels has {levels} periods for {units} hidden units: give fewer.")
-    return [units // levels + (level < units % levels) for level in range(levels)]
+def _mixers(config: PreTrainedConfig, architecture: Architecture, named: str, changes: Changes) -> dict:
+    """The fields that say what mixes tokens in each layer."""
+    last = config.num_hidden_layers - 1
+    for layer in changes.memory_layers:
+        if layer > last:
+            raise ValueError(
+                f"--memory_layers has {layer}, and the layers of {named} are 0 to {last}: name some of these."
+            )
+    kinds = _kinds(config, architecture)
+    window, sinks = changes.sliding_window, changes.attention_sinks
+    if "window_attention" in kinds:
+        if window is not None:
+            raise ValueError(
+                f"{named} has a sliding_window of {config.sliding_window} already: leave --sliding_window out."
+            )
+        window, sinks = config.sliding_window, 0
+    elif window is not None:
+        kinds = ["window_attention"] * len(kinds)
+    for layer in changes.memory_layers:
+        kinds[layer] = "hope_memory"
+    fields = {"layer_types": kinds}
+    if "window_attention" in kinds:
+        fields |= {"sliding_window": window, "attention_sinks": sinks}
+    return fields
+
+
+def _kinds(config: PreTrainedConfig, architecture: Architecture) -> list[str]:
+    """The kind of attention of each layer of the source."""
+    # Llamas of other programs have a sliding_window, too, which transformers does not read
+    if not architecture.window or config.sliding_window is None:
+        return ["full_attention"] * config.num_hidden_layers
+    theirs = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return ["window_attention" if kind == "sliding_attention" else kind for kind in theirs]
+
+
+def _levels(units: int, periods: tuple[int, ...]) -> dict:
+    """The fields of the levels: one MLP, or its hidden units cut into parallel levels, as even as possible."""
+    if len(periods) > units:
+        raise ValueError(f"--levels has {len(periods)} periods for {units} hidden units: give fewer.")
+    if not periods:
+        return {
+            "level_intermediate_sizes": [units],
+            "level_periods": [512],
+            "level_variant": "sequential",
+            "level_learning": {},
+        }
+    even, left = divmod(units, len(periods))
+    return {
+        "level_intermediate_sizes": [even + 1] * left + [even] * (len(periods) - left),
+        "level_periods": list(periods),
+        "level_variant": "independent" if len(periods) > 1 else "sequential",
+        "level_learning": {"periods": list(periods)},
+    }
 
 
 def _check_fields(config: PreTrainedConfig, architecture: Architecture, named: str) -> None:
     """ValueError for a field that is neither read nor at the default of its architecture."""
-    known = {*SAME, *READ, *HARMLESS, *architecture.same, *architecture.window}
+    read = {*SAME, *READ, *architecture.same, *architecture.window}
     default = type(config)()
-    declared = {field.name for field in fields(config)} - known
-    odd = {name: getattr(config, name) for name in declared if getattr(config, name) != getattr(default, name)}
+    problems = []
+    for name in (known.name for known in fields(config)):
+        value = getattr(config, name)
+        if name not in read and name not in HARMLESS and value != getattr(default, name):
+            problems.append(f"{name}={value!r}")
     # fields of no class
-    values = config.to_dict()
-    odd |= {name: "..." for name in ("quantization_config", "per_layer_config") if values.get(name)}
+    others = config.to_dict()
+    problems += [name for name in ("quantization_config", "per_layer_config") if others.get(name)]
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        odd["auto_map"] = "..."
-    if odd:
-        given = ", ".join(f"{name}={value!r}" if value != "..." else name for name, value in sorted(odd.items()))
-        fields_known = ", ".join(sorted({*SAME, *READ, *architecture.same, *architecture.window}))
+        problems.append("auto_map")
+    if problems:
         raise ValueError(
-            f"{named} has {given}, which HOPE cannot express: of a {config.model_type} these fields work: "
-            f"{fields_known}."
+            f"{named} has {', '.join(sorted(problems))}, which HOPE cannot express: of a {config.model_type} these "
+            f"fields work: {', '.join(sorted(read))}."
         )
-
-
-def _kinds(config: PreTrainedConfig, architecture: Architecture) -> list[str]:
-    """The kind of attention of each layer."""
-    ours = {"full_attention": "full_attention", "sliding_attention": "window_attention"}
-    # Llamas of other programs have a sliding_window, too, which transformers does not read
-    if not architecture.window or config.sliding_window is None:
-        return ["full_attention"] * config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [ours[kind] for kind in kinds]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import dispatch_model, init_empty_weights
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf import CACHE_NAME, HopeConfig
@@ -81,29 +82,12 @@ def check(
         if kind == "hope_memory":
             theirs.model.layers[layer].self_attn.register_forward_hook(_add_nothing)
     ours = _from_files(config, sorted(folder.glob("*.safetensors")))
-    ids = _text(tokenizer, config)[:, : TOKENS if longest is None else max(1, min(TOKENS, longest - NEW_TOKENS))]
-    # the second row is the first half of the text behind padding
-    half = ids.shape[1] // 2
-    batch, mask = ids.repeat(2, 1), torch.ones(2, ids.shape[1], dtype=torch.long)
-    batch[1], mask[1, :half] = ids[0].roll(half), 0
-    # some old configurations have -1
-    batch[1, :half] = max(0, config.pad_token_id or 0)
-    states = [
-        model.model(batch, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
-        for model in (theirs, ours)
-    ]
-    differences, largest, same_tokens = [], 1.0, True
-    # the logits of a whole text may be larger than a file of weights
-    for pieces in zip(*(of_model.split(PIECE) for of_model in states), strict=True):
-        expected, found = (model.lm_head(piece) for model, piece in zip((theirs, ours), pieces, strict=True))
-        differences.append((found - expected).abs().max())
-        largest = max(largest, expected.abs().max().item())
-        same_tokens = same_tokens and torch.equal(found.argmax(-1), expected.argmax(-1))
-        del expected, found
-    # NaN stays, and must fail
-    difference = torch.stack(differences).max().item()
-    same_order = len(config.level_periods) == 1 and "window_attention" not in config.layer_types
-    tolerance = TOLERANCE if same_order else TOLERANCE * largest
+    length = TOKENS if longest is None else max(1, min(TOKENS, longest - NEW_TOKENS))
+    ids = _text(tokenizer, config)[:, :length]
+    difference, largest, same_tokens = _compare_logits(theirs, ours, *_with_padding(ids, config.pad_token_id))
+    adds_in_same_order = len(config.level_periods) == 1 and "window_attention" not in config.layer_types
+    tolerance = TOLERANCE if adds_in_same_order else TOLERANCE * max(1.0, largest)
+    # NaN must fail, too
     if not difference <= tolerance:
         raise CheckFailed(
             f"The converted model's logits differ by up to {difference:.1e} from those of its source, and at most "
@@ -114,6 +98,43 @@ def check(
     if not torch.equal(_greedy(theirs, ids), _greedy(ours, ids)):
         raise CheckFailed(f"The converted model's {NEW_TOKENS} greedy tokens differ from those of its source.")
     return Agreement(ids.shape[1], difference, tolerance, NEW_TOKENS)
+
+
+def _with_padding(ids: Tensor, pad_token_id: int | None) -> tuple[Tensor, Tensor]:
+    """Two rows of ids [2, T] and their mask: the text [1, T], and its first half behind padding."""
+    half = ids.shape[1] // 2
+    batch = ids.repeat(2, 1)
+    mask = torch.ones_like(batch)
+    batch[1] = ids[0].roll(half)
+    # some old configurations have -1
+    batch[1, :half] = max(0, pad_token_id or 0)
+    mask[1, :half] = 0
+    return batch, mask
+
+
+def _compare_logits(
+    theirs: PreTrainedModel, ours: PreTrainedModel, ids: Tensor, mask: Tensor
+) -> tuple[float, float, bool]:
+    """Largest difference of two logits, largest logit, and whether the most likely tokens are the same.
+
+    Args:
+        ids, mask: [B, T], with 0 in the mask for padding.
+    """
+    is_token = mask.bool()
+    expected_states = theirs.model(ids, attention_mask=mask, use_cache=False).last_hidden_state[is_token]
+    states = ours.model(ids, attention_mask=mask, use_cache=False).last_hidden_state[is_token]
+    differences = []
+    largest = 0.0
+    same_tokens = True
+    # the logits of a whole text may be larger than a file of weights
+    for start in range(0, len(states), PIECE):
+        expected = theirs.lm_head(expected_states[start : start + PIECE])
+        logits = ours.lm_head(states[start : start + PIECE])
+        differences.append((logits - expected).abs().max())
+        largest = max(largest, expected.abs().max().item())
+        same_tokens = same_tokens and torch.equal(logits.argmax(-1), expected.argmax(-1))
+        del expected, logits
+    return torch.stack(differences).max().item(), largest, same_tokens
 
 
 def _from_files(config: PreTrainedConfig, files: list[Path]) -> PreTrainedModel:
@@ -135,7 +156,7 @@ def _add_nothing(module, inputs, outputs):
     return torch.zeros_like(outputs[0]), *outputs[1:]
 
 
-def _text(tokenizer: PreTrainedTokenizerBase | None, config: HopeConfig) -> torch.Tensor:
+def _text(tokenizer: PreTrainedTokenizerBase | None, config: HopeConfig) -> Tensor:
     """Token ids [1, T]."""
     if tokenizer is not None:
         ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
@@ -145,10 +166,12 @@ def _text(tokenizer: PreTrainedTokenizerBase | None, config: HopeConfig) -> torc
     return torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def _greedy(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def _greedy(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The ids [NEW_TOKENS] of the most likely tokens after the text; special tokens do not end it."""
-    out, new = model(ids, use_cache=True, logits_to_keep=1), []
+    output = model(ids, use_cache=True, logits_to_keep=1)
+    tokens = []
     for _ in range(NEW_TOKENS):
-        new.append(out.logits[:, -1:].argmax(-1))
-        out = model(new[-1], use_cache=True, **{CACHE_NAME: out[CACHE_NAME]})
-    return torch.cat(new, dim=1)[0]
+        token = output.logits[:, -1:].argmax(-1)
+        tokens.append(token)
+        output = model(token, use_cache=True, **{CACHE_NAME: output[CACHE_NAME]})
+    return torch.cat(tokens, dim=1)[0]

@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hope_hf import HopeConfig
-from hope_hf.common.files import share_weights
+from hope_hf.common.files import new_folder, require_new, share_weights
 
 from .architectures import Changes, hope_config
 from .card import model_card
@@ -58,30 +56,21 @@ def convert_folder(
             written; one sentence.
         CheckFailed: the written model differs from its source.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--output_dir {out} exists and is not an empty folder: name a new one.")
+    require_new(out, "--output_dir")
     source = open_source(place, gguf_file, adapter)
     config = hope_config(source.config, source.named, changes)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-            paths, generation = source.read(Path(scratch) / "source")
-            config.dtype = dtype = config.dtype or torch.float32
-            files = plan_files(paths, config, dtype, source.named)
-            folder = Path(scratch) / out.name
-            _write_settings(config, generation, folder)
-            parameters = write_files(files, config, dtype, folder)
-            share_weights(folder)
-            if source.tokenizer is not None:
-                source.tokenizer.save_pretrained(folder)
-            agreement = check(source.config, paths, config, folder, source.tokenizer, changes.sliding_window)
-            card = model_card(source, out.name, config, parameters, agreement, license or source.license)
-            card.save(folder / "README.md")
-            folder.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"--output_dir {out} cannot be written: {getattr(error, 'strerror', None) or error}."
-        ) from error
+    with new_folder(out, "--output_dir") as folder:
+        paths, generation = source.read(folder.parent / f"{folder.name}-source")
+        config.dtype = dtype = config.dtype or torch.float32
+        files = plan_files(paths, config, dtype, source.named)
+        _write_settings(config, generation, folder)
+        parameters = write_files(files, config, dtype, folder)
+        share_weights(folder)
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(folder)
+        agreement = check(source.config, paths, config, folder, source.tokenizer, changes.sliding_window)
+        card = model_card(source, out.name, config, parameters, agreement, license or source.license)
+        card.save(folder / "README.md")
     return Converted(parameters, len(files), dtype, agreement, source.peer)
 
 

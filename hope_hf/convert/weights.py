@@ -8,18 +8,19 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hope_hf import HopeConfig, HopeForCausalLM
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_FIRST_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.input_layernorm\.weight")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -45,47 +46,65 @@ def parts_of(name: str, config: HopeConfig) -> list[Part]:
     found = _LAYER.fullmatch(name)
     if found is None or int(found[1]) >= config.num_hidden_layers:
         return [Part(name)]
-    block, (module, _, rest) = f"model.layers.{found[1]}", found[2].partition(".")
-    levels = [f"{block}.continuum.levels.{level}" for level in range(len(config.level_periods))]
+    layer = int(found[1])
+    block = f"model.layers.{layer}"
+    module, _, rest = found[2].partition(".")
     if module == "self_attn":
-        kept = config.layer_types[int(found[1])] != "hope_memory"
-        return [Part(f"{block}.mixer.{rest}")] if kept else []
+        is_replaced = config.layer_types[layer] == "hope_memory"
+        return [] if is_replaced else [Part(f"{block}.mixer.{rest}")]
+    levels = [f"{block}.continuum.levels.{level}" for level in range(len(config.level_periods))]
     if module == "post_attention_layernorm":
         return [Part(f"{level}.norm.{rest}") for level in levels]
-    if module == "mlp" and rest != "down_proj.bias":
-        # without an end for the last level, so that units that the config lacks change its shape and are found
-        ends = [*accumulate(config.level_intermediate_sizes)][:-1]
-        axis = 1 if rest == "down_proj.weight" else 0
-        spans = pairwise([None, *ends, None])
-        return [Part(f"{level}.{rest}", axis, *span) for level, span in zip(levels, spans, strict=True)]
-    if module == "mlp":
+    if module != "mlp":
+        return [Part(name)]
+    if rest == "down_proj.bias":
         return [Part(f"{levels[0]}.{rest}")]
-    return [Part(name)]
+    axis = 1 if rest == "down_proj.weight" else 0
+    parts = []
+    start = 0
+    for level, units in zip(levels, config.level_intermediate_sizes, strict=True):
+        stop = start + units
+        parts.append(Part(f"{level}.{rest}", axis, start, stop))
+        start = stop
+    # the last level has no end, so that units that the config lacks change its shape and are found
+    parts[-1] = parts[-1]._replace(stop=None)
+    return parts
 
 
-def new_weights(config: HopeConfig, layer: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def new_weights(config: HopeConfig, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a block for which its checkpoint has none; together they change nothing.
 
     Parallel levels are added up with weights of 1, and one of them has the bias of the sum. Memories start as in a new
     model, but with an output map of zeros.
     """
-    block, weights = f"model.layers.{layer}", {}
+    block = f"model.layers.{layer}"
+    weights = {}
     levels = len(config.level_periods)
     if levels > 1:
         weights[f"{block}.continuum.mix.weight"] = torch.ones(levels, dtype=dtype)
-    for level in range(1, levels if config.mlp_bias else 1):
-        weights[f"{block}.continuum.levels.{level}.down_proj.bias"] = torch.zeros(config.hidden_size, dtype=dtype)
+    if config.mlp_bias:
+        for level in range(1, levels):
+            weights[f"{block}.continuum.levels.{level}.down_proj.bias"] = torch.zeros(config.hidden_size, dtype=dtype)
     if config.layer_types[layer] == "hope_memory":
-        alone = deepcopy(config)
-        alone.num_hidden_layers, alone.layer_types = 1, ["hope_memory"]
-        alone.vocab_size, alone.level_intermediate_sizes = 1, [1] * levels
-        alone.pad_token_id = alone.bos_token_id = alone.eos_token_id = alone.level_learning = None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(layer)
-            mixer = HopeForCausalLM(alone).model.layers[0].mixer
-        torch.nn.init.zeros_(mixer.o_proj.weight)
-        weights |= {f"{block}.mixer.{name}": weight.to(dtype) for name, weight in mixer.state_dict().items()}
+        for name, weight in _new_mixer(config, seed=layer).state_dict().items():
+            weights[f"{block}.mixer.{name}"] = weight.to(dtype)
     return weights
+
+
+def _new_mixer(config: HopeConfig, seed: int) -> nn.Module:
+    """A new mixer of memories that adds nothing, from a model with as little else as possible."""
+    small = deepcopy(config)
+    small.num_hidden_layers = 1
+    small.layer_types = ["hope_memory"]
+    small.vocab_size = 1
+    small.level_intermediate_sizes = [1] * len(config.level_periods)
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    small.level_learning = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        mixer = HopeForCausalLM(small).model.layers[0].mixer
+    nn.init.zeros_(mixer.o_proj.weight)
+    return mixer
 
 
 class File(NamedTuple):
@@ -97,18 +116,17 @@ class File(NamedTuple):
     # layers whose new weights are written beside it
     layers: list[int]
 
-    def weights(self, config: HopeConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def weights(self, config: HopeConfig, dtype: torch.dtype) -> dict[str, Tensor]:
         """All weights of the new file by name, copied one after the other."""
-        found = {}
+        weights = {}
         for name, parts in self.parts.items():
             with safe_open(self.path, framework="pt") as tensors:
                 for part in parts:
-                    found[part.name] = tensors.get_slice(name)[part.slices].clone(
-                        memory_format=torch.contiguous_format
-                    )
+                    cut = tensors.get_slice(name)[part.slices]
+                    weights[part.name] = cut.clone(memory_format=torch.contiguous_format)
         for layer in self.layers:
-            found |= new_weights(config, layer, dtype)
-        return found
+            weights |= new_weights(config, layer, dtype)
+        return weights
 
 
 def read_names(paths: list[Path]) -> dict[str, Path]:
@@ -140,51 +158,65 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
     """
     names = read_names(paths)
     with torch.device("meta"):
-        expected = {name: list(weight.shape) for name, weight in HopeForCausalLM(config).state_dict().items()}
+        weights = HopeForCausalLM(config).state_dict()
     if config.tie_word_embeddings:
-        del expected[HEAD]
+        del weights[HEAD]
         _check_tied(names, named)
-    files, found = [], {}
-    for path in paths:
-        file = File(path, {}, [])
-        with _opened(path) as tensors:
-            for name in tensors.keys():  # noqa: SIM118  not a dictionary
-                # one of the two is enough where they are tied, and here the embedding is written
-                is_table = config.tie_word_embeddings and name == HEAD and TABLE not in names
-                parts = [Part(TABLE)] if is_table else parts_of(name, config)
-                tensor = tensors.get_slice(name)
-                if parts and tensor.get_dtype() not in FLOATS:
-                    raise ValueError(
-                        f"{named} has a {name} of {tensor.get_dtype()}: convert a model whose weights are float32, "
-                        "bfloat16 or float16."
-                    )
-                for part in parts:
-                    shape = tensor.get_shape()
-                    # which units a part takes, without reading them
-                    shape[part.axis] = len(range(shape[part.axis])[slice(part.start, part.stop)])
-                    found[part.name] = name, shape
-                if parts:
-                    file.parts[name] = parts
-                layer = re.fullmatch(r"model\.layers\.(\d+)\.input_layernorm\.weight", name)
-                if layer is not None and int(layer[1]) < config.num_hidden_layers:
-                    file.layers.append(int(layer[1]))
-        files.append(file)
-    with torch.device("meta"):
-        for layer in (layer for file in files for layer in file.layers):
-            new = new_weights(config, layer, dtype)
-            found |= {name: ("a new weight", list(weight.shape)) for name, weight in new.items()}
-    _compare(found, expected, named)
+    files = [_plan_file(path, names, config, named) for path in paths]
+    found = {}
+    for file in files:
+        found |= _planned_shapes(file, config, dtype)
+    _compare(found, {name: list(weight.shape) for name, weight in weights.items()}, named)
     return [file for file in files if file.parts]
+
+
+def _plan_file(path: Path, names: dict[str, Path], config: HopeConfig, named: str) -> File:
+    """What becomes of a file, from the names and dtypes of its tensors."""
+    file = File(path, {}, [])
+    with _opened(path) as tensors:
+        for name in tensors.keys():  # noqa: SIM118  not a dictionary
+            parts = parts_of(name, config)
+            if config.tie_word_embeddings and name == HEAD and TABLE not in names:
+                # one of the two is enough where they are tied, and here the embedding is written
+                parts = [Part(TABLE)]
+            kind = tensors.get_slice(name).get_dtype()
+            if parts and kind not in FLOATS:
+                raise ValueError(
+                    f"{named} has a {name} of {kind}: convert a model whose weights are float32, bfloat16 or float16."
+                )
+            if parts:
+                file.parts[name] = parts
+            layer = _FIRST_OF_LAYER.fullmatch(name)
+            if layer is not None and int(layer[1]) < config.num_hidden_layers:
+                file.layers.append(int(layer[1]))
+    return file
+
+
+def _planned_shapes(file: File, config: HopeConfig, dtype: torch.dtype) -> dict[str, tuple[str, list[int]]]:
+    """The tensor, and the shape, of each weight that a file becomes; no weight is read."""
+    found = {}
+    with _opened(file.path) as tensors:
+        for name, parts in file.parts.items():
+            for part in parts:
+                shape = tensors.get_slice(name).get_shape()
+                shape[part.axis] = len(range(shape[part.axis])[slice(part.start, part.stop)])
+                found[part.name] = name, shape
+    with torch.device("meta"):
+        for layer in file.layers:
+            for name, weight in new_weights(config, layer, dtype).items():
+                found[name] = "a new weight", list(weight.shape)
+    return found
 
 
 def _check_tied(names: dict[str, Path], named: str) -> None:
     """ValueError for a head of its own: transformers ties it to the embedding only where both are the same."""
-    tied = [name for name in (TABLE, HEAD) if name in names]
-    tensors = []
-    for name in tied:
-        with _opened(names[name]) as file:
-            tensors.append(file.get_tensor(name))
-    if len(tied) == 2 and not torch.equal(*tensors):
+    if TABLE not in names or HEAD not in names:
+        return
+    with _opened(names[TABLE]) as file:
+        table = file.get_tensor(TABLE)
+    with _opened(names[HEAD]) as file:
+        head = file.get_tensor(HEAD)
+    if not torch.equal(table, head):
         raise ValueError(
             f"{named} has tie_word_embeddings and a lm_head.weight that is not its embedding: set tie_word_embeddings "
             "to false in its config.json."
@@ -212,16 +244,18 @@ def write_files(files: list[File], config: HopeConfig, dtype: torch.dtype, folde
     Returns:
         The number of parameters.
     """
-    index, size, parameters = {}, 0, 0
+    index = {}
+    size = parameters = 0
     for number, file in enumerate(files, start=1):
         name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weights = file.weights(config, dtype)
         save_file(weights, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(weights, name)
-        size += sum(weight.nbytes for weight in weights.values())
-        parameters += sum(weight.numel() for weight in weights.values())
+        for weight in weights.values():
+            size += weight.nbytes
+            parameters += weight.numel()
         # before the next file is read
-        del weights
+        del weights, weight
     if len(files) > 1:
         content = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": index}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
