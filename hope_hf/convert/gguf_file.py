@@ -120,12 +120,11 @@ class GgufFile:
             )
         if self._metadata.get("split.count", 0) > 1:
             raise ValueError(f"{named} is one of several (split.count): join them with llama-gguf-split --merge.")
-        prefix = f"{self._architecture}."
-        self._fields = {
-            name.removeprefix(prefix): _plain(value)
-            for name, value in self._metadata.items()
-            if name.startswith(prefix)
-        }
+        self._fields = {}
+        for name, value in self._metadata.items():
+            architecture, _, field = name.partition(".")
+            if architecture == self._architecture:
+                self._fields[field] = _plain(value)
         self._vocabulary = Vocabulary(self._metadata, named)
         self.config = self._read_config()
         self._check_tensors()
@@ -167,11 +166,6 @@ class GgufFile:
         factors = self._array(FACTORS) if FACTORS in self._tensors else None
         self.positions = read_positions(self._fields, factors, head_dim, sizes["max_position_embeddings"])
         vocab_size = self._vocab_size()
-        special = {
-            f"{ours}_token_id": self._metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-            for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        }
-        given = {name: token for name, token in special.items() if token is None or token < vocab_size}
         values = {
             "vocab_size": vocab_size,
             "head_dim": head_dim,
@@ -183,7 +177,11 @@ class GgufFile:
             "sliding_window": window or None,
             "dtype": torch.float32,
         }
-        config = self._kind(window)(**sizes, **values, **given, **self._biases())
+        for name, field in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+            token = self._metadata.get(f"tokenizer.ggml.{field}_token_id")
+            if token is None or token < vocab_size:
+                values[f"{name}_token_id"] = token
+        config = self._kind(window)(**sizes, **values, **self._biases())
         self.positions.check(config, self._named)
         return config
 
@@ -202,8 +200,7 @@ class GgufFile:
         return {"attention_bias": "attn_q" in with_bias, "mlp_bias": "ffn_up" in with_bias}
 
     def _modules_with_bias(self) -> set[str]:
-        names = (name.split(".") for name in self._tensors if name.endswith(".bias"))
-        return {words[-2] for words in names}
+        return {name.split(".")[-2] for name in self._tensors if name.endswith(".bias")}
 
     def _needed(self, name: str):
         if name not in self._fields:
@@ -214,9 +211,9 @@ class GgufFile:
         if "token_embd.weight" not in self._tensors:
             raise ValueError(f"{self._named} has no tensor token_embd.weight: it is not a whole model.")
         rows = int(self._tensors["token_embd.weight"].shape[-1])
-        told = self._fields.get("vocab_size", rows)
-        if told != rows:
-            raise ValueError(f"{self._named} has a vocab_size of {told}, and token_embd.weight has {rows} rows.")
+        size = self._fields.get("vocab_size", rows)
+        if size != rows:
+            raise ValueError(f"{self._named} has a vocab_size of {size}, and token_embd.weight has {rows} rows.")
         return rows
 
     def _check_fields(self, head_dim: int, window: int) -> None:
@@ -227,11 +224,12 @@ class GgufFile:
             "attention.sliding_window": (window,),
         }
         for name, value in self._fields.items():
-            if isinstance(value, list) or (name not in (*SIZES, *READ) and name not in neutral):
-                is_known = False
+            if name in neutral:
+                is_known = value in neutral[name]
             else:
-                is_known = value in neutral.get(name, (value,))
-            if not is_known:
+                is_known = name in SIZES or name in READ
+            # of lists with different values none is known
+            if not is_known or isinstance(value, list):
                 shown = f"{value[:3]} ..." if isinstance(value, list) else f"{value!r}"
                 raise ValueError(
                     f"{self._named} has the field {self._architecture}.{name} of {shown}, which HOPE cannot express."

@@ -35,10 +35,10 @@ class Positions:
     def check(self, config: PreTrainedConfig, file: str) -> None:
         """ValueError, which begins with `file`, unless transformers computes these positions from `config`."""
         theirs = LlamaRotaryEmbedding(config)
-        found = theirs.inv_freq.double().numpy()
+        frequencies = theirs.inv_freq.double().numpy()
         same_scale = math.isclose(theirs.attention_scaling, self.scale, rel_tol=TOLERANCE)
-        same = found.shape == self.frequencies.shape and np.allclose(found, self.frequencies, rtol=TOLERANCE, atol=0)
-        if not (same and same_scale):
+        same_shape = frequencies.shape == self.frequencies.shape
+        if not same_scale or not same_shape or not np.allclose(frequencies, self.frequencies, rtol=TOLERANCE, atol=0):
             raise ValueError(f"{file} has {self.named}, and positions that transformers and HOPE cannot express.")
 
 

@@ -71,29 +71,34 @@ class Vocabulary:
         self._metadata, self._named = metadata, named
         self.tokens: list[str] = self._get("tokens", [])
         self._types: list[int] = self._get("token_type", [NORMAL] * len(self.tokens))
-        self._kind, self._pre = self._get("model"), self._get("pre")
+        self._kind = self._get("model")
+        self._pre = self._get("pre")
         self._is_pieces = self._kind == "llama"
         for name in ("token_type", "scores"):
-            found = len(self._get(name, self.tokens))
-            if found != len(self.tokens):
-                raise ValueError(f"{named} has {len(self.tokens)} tokens and {found} of tokenizer.ggml.{name}.")
+            length = len(self._get(name, self.tokens))
+            if length != len(self.tokens):
+                raise ValueError(f"{named} has {len(self.tokens)} tokens and {length} of tokenizer.ggml.{name}.")
 
     def is_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the tokenizer has the same ids for all ordinary tokens."""
-        ids = [index for index, kind in enumerate(self._types) if kind == NORMAL]
-        return tokenizer.convert_ids_to_tokens(ids) == self._of_kind(NORMAL)
+        ids = self._ids_of(NORMAL)
+        return tokenizer.convert_ids_to_tokens(ids) == [self.tokens[index] for index in ids]
 
     def tokenizer(self, vocab_size: int) -> PreTrainedTokenizerBase:
         """The tokenizer. ValueError for a rule or a field that is unknown, or more than `vocab_size` tokens."""
         self._check(vocab_size)
         built = self._pieces() if self._is_pieces else self._words()
-        built.add_special_tokens([_whole(token, special=True) for token in self._of_kind(CONTROL)])
-        built.add_tokens([_whole(token, special=False) for token in self._of_kind(USER_DEFINED)])
-        special = {name: self._special(*where) for name, where in SPECIAL.items()}
-        special = {name: token for name, token in special.items() if token is not None}
-        around = self._around(special)
-        if around is not None:
-            built.post_processor = around
+        # these are found whole in a text, before it is split into words
+        for index in self._ids_of(CONTROL):
+            built.add_special_tokens([AddedToken(self.tokens[index], normalized=False, special=True)])
+        for index in self._ids_of(USER_DEFINED):
+            built.add_tokens([AddedToken(self.tokens[index], normalized=False, special=False)])
+        special = {}
+        for name, (field, default) in SPECIAL.items():
+            token = self._special(field, default)
+            if token is not None:
+                special[name] = token
+        self._add_bos_and_eos(built, special)
         return PreTrainedTokenizerFast(
             tokenizer_object=built,
             chat_template=self._templates(),
@@ -101,8 +106,8 @@ class Vocabulary:
             **special,
         )
 
-    def _of_kind(self, kind: int) -> list[str]:
-        return [token for token, own in zip(self.tokens, self._types, strict=True) if own == kind]
+    def _ids_of(self, kind: int) -> list[int]:
+        return [index for index, other in enumerate(self._types) if other == kind]
 
     def _check(self, vocab_size: int) -> None:
         unknown = [name for name, value in NEUTRAL.items() if self._metadata.get(name, value) != value]
@@ -168,43 +173,48 @@ class Vocabulary:
 
     def _merges(self) -> list[tuple[str, str]]:
         """All pairs that make a token, that of the best score first."""
-        known = self._ids()
-        scores = {
-            token: score
-            for token, kind, score in zip(self.tokens, self._types, self._get("scores"), strict=True)
-            if kind == NORMAL
-        }
-        found = []
-        for token in sorted(scores, key=scores.get, reverse=True):
-            cuts = [(token[:end], token[end:]) for end in range(len(token) - 1, 0, -1)]
-            found += [(left, right) for left, right in cuts if left in known and right in known]
-        return found
+        known = set(self.tokens)
+        scores = self._get("scores")
+        merges = []
+        for index in sorted(self._ids_of(NORMAL), key=scores.__getitem__, reverse=True):
+            token = self.tokens[index]
+            for end in range(len(token) - 1, 0, -1):
+                left, right = token[:end], token[end:]
+                if left in known and right in known:
+                    merges.append((left, right))
+        return merges
 
-    def _around(self, special: dict[str, str]) -> processors.TemplateProcessing | None:
-        """BOS before and EOS behind every text, where the file asks for it."""
+    def _add_bos_and_eos(self, built: Tokenizer, special: dict[str, str]) -> None:
+        """Put BOS before and EOS behind every text, where the file asks for it."""
         begins = self._is_pieces or RULES.get(self._pre) in WHOLE_WORDS
-        before = special.get("bos_token") if self._get("add_bos_token", begins) else None
-        behind = special.get("eos_token") if self._get("add_eos_token", False) else None
-        added = [token for token in (before, behind) if token is not None]
-        if not added:
-            return None
-        one, two = ([token for token in (before, text, behind) if token is not None] for text in ("$A", "$B"))
-        ids = [(token, self.tokens.index(token)) for token in dict.fromkeys(added)]
-        return processors.TemplateProcessing(single=one, pair=one + two, special_tokens=ids)
+        first, second = ["$A"], ["$B"]
+        ids = {}
+        if "bos_token" in special and self._get("add_bos_token", begins):
+            token = special["bos_token"]
+            first, second = [token, *first], [token, *second]
+            ids[token] = self.tokens.index(token)
+        if "eos_token" in special and self._get("add_eos_token", False):
+            token = special["eos_token"]
+            first, second = [*first, token], [*second, token]
+            ids[token] = self.tokens.index(token)
+        if ids:
+            built.post_processor = processors.TemplateProcessing(
+                single=first, pair=first + second, special_tokens=list(ids.items())
+            )
 
     def _special(self, name: str, default: int | None) -> str | None:
         index = self._get(name, default if self._is_pieces else None)
         return self.tokens[index] if index is not None and index < len(self.tokens) else None
 
     def _templates(self) -> str | dict[str, str] | None:
-        main, prefix = self._metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
-        others = {name.removeprefix(prefix): text for name, text in self._metadata.items() if name.startswith(prefix)}
-        return {"default": main, **others} if main and others else main
+        """The template of chats, or several by name."""
+        main = self._metadata.get("tokenizer.chat_template")
+        templates = {"default": main}
+        for name, text in self._metadata.items():
+            _, is_template, of = name.partition("tokenizer.chat_template.")
+            if is_template:
+                templates[of] = text
+        return templates if main and len(templates) > 1 else main
 
     def _get(self, name: str, default=None):
         return self._metadata.get(f"tokenizer.ggml.{name}", default)
-
-
-def _whole(token: str, special: bool) -> AddedToken:
-    """A token that is found whole in a text, before it is split into words."""
-    return AddedToken(token, normalized=False, special=special)
