@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "a slow level steps along the sum",
         "optim/level_clock.py",
-        'sums = [self.state[parameter]["gradient_sum"].div_(group["period_steps"]) for parameter in ready]',
-        'sums = [self.state[parameter]["gradient_sum"] for parameter in ready]',
+        'return state["gradient_sum"].div_(period).to(parameter.dtype)',
+        'return state["gradient_sum"].to(parameter.dtype)',
         "tests/optim/test_level_clock.py",
     ),
     Mutant(

@@ -61,44 +61,60 @@ def build_optimizer(
         raise ValueError(f"--optimizer is {name!r}: use {' or '.join(RULES)}.")
     periods, level_of = _levels(model)
     options = parse_level_optimizers(level_optimizers)
-    for level in options:
-        if not periods:
-            raise ValueError(f"{FLAG} names level {level}, but this model has no levels: leave the flag out.")
-        if level not in periods:
-            known = f"levels 0 to {max(periods)}: use those" if max(periods) else "level 0 alone: use that"
-            raise ValueError(f"{FLAG} names level {level}, but this model has {known}.")
-    # A period below one step's tokens lasts one step: it averages as many gradients as the fastest level.
-    lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
-
+    _check_levels(options, periods)
+    factors = _rate_factors(periods, options, tokens_per_step)
     kinds = _Kinds(model)
     groups: dict[tuple, dict] = {}
     for parameter_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         level = level_of.get(parameter)
-        own = options.get(level, LevelOptions())
+        of_level = options.get(level, LevelOptions())
         decays = kinds.decays(parameter_name, parameter)
-        rule = kinds.rule(parameter_name, parameter, own.optimizer or name)
+        rule = kinds.rule(parameter_name, parameter, of_level.optimizer or name)
         is_vector = vector_learning_rate is not None and kinds.is_vector(parameter_name, parameter)
         # Matrices first: the first group's rate is the one that is logged.
         key = (-1 if level is None else level, is_vector, rule, decays)
         if key not in groups:
-            factor = own.lr_factor
-            if factor is None:
-                factor = 1.0 if level is None else min(LR_FACTOR_MAX, (lengths[level] / lengths[min(lengths)]) ** 0.5)
-            decay = weight_decay if own.weight_decay is None else own.weight_decay
+            period = periods.get(level, 0)
+            rate = vector_learning_rate if is_vector else learning_rate
+            decay = weight_decay if of_level.weight_decay is None else of_level.weight_decay
             groups[key] = {
                 "params": [],
                 "optimizer": rule,
                 "level": level,
-                "period_tokens": periods.get(level, 0),
-                "period_steps": period_steps(periods.get(level, 0), tokens_per_step),
-                "lr": (vector_learning_rate if is_vector else learning_rate) * factor,
+                "period_tokens": period,
+                "period_steps": period_steps(period, tokens_per_step),
+                "lr": rate * factors.get(level, 1.0),
                 "weight_decay": decay if decays else 0.0,
-                **RULES[rule].settings(own.betas or betas, eps),
+                **RULES[rule].settings(of_level.betas or betas, eps),
             }
         groups[key]["params"].append(parameter)
     return LevelClock([groups[key] for key in sorted(groups)])
+
+
+def _check_levels(options: dict[int, "LevelOptions"], periods: dict[int, int]) -> None:
+    """ValueError for options of a level that the model has not."""
+    for level in options:
+        if not periods:
+            raise ValueError(f"{FLAG} names level {level}, but this model has no levels: leave the flag out.")
+        if level not in periods:
+            raise ValueError(f"{FLAG} names level {level}, but this model has levels 0 to {max(periods)}.")
+
+
+def _rate_factors(
+    periods: dict[int, int], options: dict[int, "LevelOptions"], tokens_per_step: int
+) -> dict[int, float]:
+    """By what the learning rate of each level is multiplied."""
+    # A period below one step's tokens lasts one step: it averages as many gradients as the fastest level.
+    lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
+    factors = {}
+    for level, length in lengths.items():
+        factor = options.get(level, LevelOptions()).lr_factor
+        if factor is None:
+            factor = min(LR_FACTOR_MAX, (length / lengths[min(lengths)]) ** 0.5)
+        factors[level] = factor
+    return factors
 
 
 def rules_of(model: nn.Module, name: str) -> dict[str, str]:
@@ -107,7 +123,10 @@ def rules_of(model: nn.Module, name: str) -> dict[str, str]:
     The model may be on the meta device; tied parameters appear once.
     """
     kinds = _Kinds(model)
-    return {own_name: kinds.rule(own_name, parameter, name) for own_name, parameter in model.named_parameters()}
+    rules = {}
+    for parameter_name, parameter in model.named_parameters():
+        rules[parameter_name] = kinds.rule(parameter_name, parameter, name)
+    return rules
 
 
 def period_steps(period: int, tokens_per_step: int) -> int:
@@ -118,7 +137,10 @@ def period_steps(period: int, tokens_per_step: int) -> int:
 def periods_of(model: nn.Module) -> dict[str, int]:
     """Tokens between two updates of each parameter, by its name; 0 for a parameter of no level."""
     periods, level_of = _levels(model)
-    return {name: periods.get(level_of.get(parameter), 0) for name, parameter in model.named_parameters()}
+    of_parameters = {}
+    for name, parameter in model.named_parameters():
+        of_parameters[name] = periods.get(level_of.get(parameter), 0)
+    return of_parameters
 
 
 def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:
@@ -140,11 +162,13 @@ class _Kinds:
         self.exempt: set[nn.Parameter] = set()
         self.not_matrix: set[nn.Parameter] = set()
         for module in model.modules():
-            named = dict(module.named_parameters(remove_duplicate=False))
-            # A listed parameter of an option that is switched off does not exist.
-            self.exempt.update(named[n] for n in getattr(module, "_no_weight_decay", ()) if n in named)
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            for name in getattr(module, "_no_weight_decay", ()):
+                # A listed parameter of an option that is switched off does not exist.
+                if name in parameters:
+                    self.exempt.add(parameters[name])
             if getattr(module, "is_initial_state", False):
-                self.exempt.update(named.values())
+                self.exempt.update(parameters.values())
             if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
                 self.not_matrix.update(module.parameters(recurse=False))
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -159,19 +183,22 @@ class _Kinds:
         is_depthwise_kernel = parameter.ndim == 3 and parameter.shape[1] == 1
         return _is_flat(name, parameter) or is_depthwise_kernel
 
-    def rule(self, name: str, parameter: nn.Parameter, asked: str) -> str:
-        """The rule `asked`, or AdamW if that rule needs matrices and the parameter is not one."""
+    def rule(self, name: str, parameter: nn.Parameter, rule: str) -> str:
+        """`rule`, or AdamW if that rule needs matrices and the parameter is not one."""
+        if not RULES[rule].needs_matrices:
+            return rule
         # A depthwise convolution [channels, 1, width] outside a convolution module is a stack of vectors.
         is_stack_of_vectors = min(parameter.shape[-2:], default=1) == 1
         is_matrix = self.decays(name, parameter) and parameter not in self.not_matrix and not is_stack_of_vectors
-        return asked if is_matrix or not RULES[asked].needs_matrices else "adamw"
+        return rule if is_matrix else "adamw"
 
 
 def _is_flat(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter has one axis, or is a norm or a bias (which has a row for each head)."""
-    owner, _, own_name = name.rpartition(".")
-    is_norm = "norm" in own_name.lower() or "norm" in owner.rpartition(".")[2].lower()
-    is_bias = own_name == "bias" or own_name.endswith("_bias")
+    module, _, last_name = name.rpartition(".")
+    module_name = module.rpartition(".")[2]
+    is_norm = "norm" in last_name.lower() or "norm" in module_name.lower()
+    is_bias = last_name == "bias" or last_name.endswith("_bias")
     return parameter.ndim < 2 or is_norm or is_bias
 
 
@@ -219,17 +246,10 @@ def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]
 
 
 def _read_json(source: str) -> object:
-    text, what = source, FLAG
+    """The value of JSON text, or of the file of that path."""
+    what, text = FLAG, source
     if not source.lstrip().startswith(("{", "[")):
-        what = f"{FLAG} {source}"
-        try:
-            # Opening a pipe would block for ever.
-            status = Path(source).stat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-                raise OSError(f"it is no file of at most {_MOST_BYTES:,} bytes")
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{what} cannot be read ({error}): give JSON text or the path of a JSON file.") from error
+        what, text = f"{FLAG} {source}", _read_file(source)
     try:
         return json.loads(text)
     # ValueError: not JSON, or a number of thousands of digits; RecursionError: thousands of nested brackets.
@@ -237,29 +257,53 @@ def _read_json(source: str) -> object:
         raise ValueError(f"{what} is not JSON ({error}): fix the text there.") from error
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-
-def _are_betas(value: object) -> bool:
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
-    return is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
-
-
-# A check of each key's value, and the description of an allowed value.
-_ADMITTED = {
-    "optimizer": (lambda value: isinstance(value, str) and value in RULES, " or ".join(RULES)),
-    "lr_factor": (lambda value: _is_number(value) and value > 0, f"a number above 0, at most {_LARGEST:,}"),
-    "betas": (_are_betas, "two numbers from 0 to below 1"),
-    "weight_decay": (lambda value: _is_number(value) and value >= 0, f"a number from 0 to {_LARGEST:,}"),
-}
+def _read_file(path: str) -> str:
+    try:
+        # Opening a pipe would block for ever.
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise OSError(f"it is no file of at most {_MOST_BYTES:,} bytes")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{FLAG} {path} cannot be read ({error}): give JSON text or the path of a JSON file."
+        ) from error
 
 
 def _level_options(level: str, entry: dict) -> LevelOptions:
     for key, value in entry.items():
-        if key not in _ADMITTED:
-            raise ValueError(f'{FLAG} has the unknown key "{key}" for level {level}: use {", ".join(_ADMITTED)}.')
-        admits, wanted = _ADMITTED[key]
-        if not admits(value):
-            raise ValueError(f"{FLAG} has {key} {json.dumps(value)} for level {level}: give {wanted}.")
-    return LevelOptions(**{key: tuple(value) if key == "betas" else value for key, value in entry.items()})
+        if key not in _ALLOWED:
+            raise ValueError(f'{FLAG} has the unknown key "{key}" for level {level}: use {", ".join(_ALLOWED)}.')
+        is_allowed, allowed = _ALLOWED[key]
+        if not is_allowed(value):
+            raise ValueError(f"{FLAG} has {key} {json.dumps(value)} for level {level}: give {allowed}.")
+    if "betas" in entry:
+        entry = entry | {"betas": tuple(entry["betas"])}
+    return LevelOptions(**entry)
+
+
+def _is_rule(value: object) -> bool:
+    return isinstance(value, str) and value in RULES
+
+
+def _is_factor(value: object) -> bool:
+    return _is_decay(value) and value > 0
+
+
+def _is_decay(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= _LARGEST
+
+
+def _are_betas(value: object) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return is_pair and all(_is_decay(beta) and beta < 1 for beta in value)
+
+
+# A check of each key's value, and the description of an allowed value.
+_ALLOWED = {
+    "optimizer": (_is_rule, " or ".join(RULES)),
+    "lr_factor": (_is_factor, f"a number above 0, at most {_LARGEST:,}"),
+    "betas": (_are_betas, "two numbers from 0 to below 1"),
+    "weight_decay": (_is_decay, f"a number from 0 to {_LARGEST:,}"),
+}

@@ -55,19 +55,35 @@ class LevelClock(torch.optim.Optimizer):
                 loss = closure()
         self.create_states()
         for group in self.param_groups:
-            # If another process holds all of a parameter, it has no gradient here, but its clock still advances.
-            ready = [parameter for parameter in group["params"] if parameter.grad is not None or not parameter.numel()]
-            if group["period_steps"] == 1:
-                self._update(group, ready, [_gradient(parameter) for parameter in ready])
-                continue
-            ready = [parameter for parameter in ready if self._count(parameter) == group["period_steps"]]
-            # Divided in place and zeroed afterwards: a copy of the sums would add a third moment to the peak memory.
-            sums = [self.state[parameter]["gradient_sum"].div_(group["period_steps"]) for parameter in ready]
-            self._update(group, ready, [mean.to(p.dtype) for mean, p in zip(sums, ready, strict=True)])
-            for parameter in ready:
-                self.state[parameter]["gradient_sum"].zero_()
-                self.state[parameter]["tick"].zero_()
+            parameters, gradients = [], []
+            for parameter in group["params"]:
+                # If another process holds all of a parameter, it has no gradient here, but its clock still advances.
+                if parameter.grad is None and parameter.numel():
+                    continue
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if group["period_steps"] > 1:
+                    gradient = self._mean_gradient(parameter, gradient, group["period_steps"])
+                if gradient is not None:
+                    parameters.append(parameter)
+                    gradients.append(gradient)
+            if parameters:
+                states = [self.state[parameter] for parameter in parameters]
+                RULES[group["optimizer"]].update(parameters, gradients, states, group)
+            if group["period_steps"] > 1:
+                for parameter in parameters:
+                    self.state[parameter]["gradient_sum"].zero_()
+                    self.state[parameter]["tick"].zero_()
         return loss
+
+    def _mean_gradient(self, parameter: Tensor, gradient: Tensor, period: int) -> Tensor | None:
+        """Add a gradient to the parameter's sum; returns the mean at the end of a period."""
+        state = self.state[parameter]
+        state["gradient_sum"].add_(gradient)
+        state["tick"] += 1
+        if int(state["tick"]) < period:
+            return None
+        # Divided in place and zeroed after the update: a copy would add a third moment to the peak memory.
+        return state["gradient_sum"].div_(period).to(parameter.dtype)
 
     def create_states(self) -> None:
         """Create the initial state of every parameter that has none."""
@@ -88,17 +104,6 @@ class LevelClock(torch.optim.Optimizer):
             self.state[parameter] = state | RULES[group["optimizer"]].initial_state(parameter)
         return self.state[parameter]
 
-    def _count(self, parameter: Tensor) -> int:
-        """Add the gradient to the parameter's sum; returns the number of gradients in the sum."""
-        state = self.state[parameter]
-        state["gradient_sum"].add_(_gradient(parameter))
-        state["tick"] += 1
-        return int(state["tick"])
-
-    def _update(self, group: dict, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        if parameters:
-            RULES[group["optimizer"]].update(parameters, gradients, [self.state[p] for p in parameters], group)
-
     def load_state_dict(self, state_dict: dict):
         """Continue from `state_dict()`, a partly filled period included.
 
@@ -109,25 +114,28 @@ class LevelClock(torch.optim.Optimizer):
         require_same_groups(saved_groups, self.param_groups)
         super().load_state_dict(state_dict)
         # torch casts loaded state to the parameter's dtype; in bfloat16 the sums would lose precision.
-        indices = [index for group in saved_groups for index in group["params"]]
-        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        for index, (parameter, group) in zip(indices, parameters, strict=True):
-            source, state = state_dict["state"].get(index, {}), self.state.get(parameter, {})
-            devices = {"step": _step_device(parameter, group), "tick": "cpu", "gradient_sum": parameter.device}
-            for key, device in devices.items():
-                if key in source:
-                    state[key] = source[key].to(device, copy=True)
+        for saved_group, group in zip(saved_groups, self.param_groups, strict=True):
+            for index, parameter in zip(saved_group["params"], group["params"], strict=True):
+                saved = state_dict["state"].get(index, {})
+                devices = {"step": _step_device(parameter, group), "tick": "cpu", "gradient_sum": parameter.device}
+                for key, device in devices.items():
+                    if key in saved:
+                        self.state[parameter][key] = saved[key].to(device, copy=True)
 
     def level_report(self) -> dict[int, dict[str, int]]:
         """The state of each level's clock: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
         report: dict[int, dict[str, int]] = {}
         levels = dict(self._levels)
         for group in self.param_groups:
-            levels |= dict.fromkeys(group["params"], group["level"])
-            if group["level"] is not None:
-                zeros = {"updates": 0, "steps_since_update": 0}
-                periods = {name: group[name] for name in ("period_steps", "period_tokens")}
-                report.setdefault(group["level"], zeros | periods)
+            level = group["level"]
+            levels |= dict.fromkeys(group["params"], level)
+            if level is not None and level not in report:
+                report[level] = {
+                    "updates": 0,
+                    "steps_since_update": 0,
+                    "period_steps": group["period_steps"],
+                    "period_tokens": group["period_tokens"],
+                }
         # The parameters of a level step together; one that never had a gradient is left out.
         for parameter, level in levels.items():
             state = self.state.get(parameter)
@@ -142,10 +150,6 @@ def _step_device(parameter: Tensor, group: dict) -> torch.device | str:
     return parameter.device if RULES[group["optimizer"]].step_on_device else "cpu"
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 def recounted(calls: int, before: int, now: int) -> int:
     """The calls since a level's last step where its period of `before` calls becomes one of `now`.
 
@@ -155,22 +159,27 @@ def recounted(calls: int, before: int, now: int) -> int:
     return min(now - 1, round(calls * now / before))
 
 
-def require_same_groups(saved: list[dict], own: list[dict], keys: tuple[str, ...] = STRUCTURE) -> None:
+def require_same_groups(saved: list[dict], current: list[dict], keys: tuple[str, ...] = STRUCTURE) -> None:
     """ValueError if the groups of a saved state are not those of this run's optimizer, compared by `keys`."""
-    saved, own = [_structure(group, keys) for group in saved], [_structure(group, keys) for group in own]
-    if saved != own:
-        there, here = next(
-            ((a, b) for a, b in zip(saved, own, strict=False) if a != b),
-            (f"{len(saved)} groups", f"{len(own)} groups"),
-        )
-        raise ValueError(
-            f"The optimizer's state belongs to another run ({there} there, {here} here): resume with the batch size, "
-            "--optimizer and --level_optimizers that it was written with."
-        )
+    if len(saved) != len(current):
+        raise _of_another_run(f"{len(saved)} groups", f"{len(current)} groups")
+    for saved_group, group in zip(saved, current, strict=True):
+        there, here = _structure(saved_group, keys), _structure(group, keys)
+        if there != here:
+            raise _of_another_run(there, here)
 
 
 def _structure(group: dict, keys: tuple[str, ...]) -> dict:
-    return {key: group.get(key) for key in keys} | {"parameters": len(group["params"])}
+    structure = {key: group.get(key) for key in keys}
+    structure["parameters"] = len(group["params"])
+    return structure
+
+
+def _of_another_run(there: dict | str, here: dict | str) -> ValueError:
+    return ValueError(
+        f"The optimizer's state belongs to another run ({there} there, {here} here): resume with the batch size, "
+        "--optimizer and --level_optimizers that it was written with."
+    )
 
 
 def warn_short_levels(optimizer: LevelClock, max_train_steps: int) -> None:

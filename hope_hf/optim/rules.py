@@ -1,6 +1,7 @@
 """The update rules: AdamW, and three that orthogonalise matrices. A new one is a class here and a row in `RULES`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -130,15 +131,18 @@ class DeltaMomentumRule:
 
     @staticmethod
     def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
-        def remember(momentum: Tensor, gradient: Tensor) -> Tensor:
-            u = gradient / gradient.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(gradient.dtype).tiny)
-            return group["momentum"] * momentum - momentum @ u.mT @ u + gradient
-
+        remember = partial(_remember, keeps=group["momentum"])
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
             state["step"] += 1
             buffer = own_part(state["momentum_buffer"])
             buffer.copy_(by_whole_matrices(remember, parameter, buffer, own_part(gradient)))
             _descend(parameter, by_whole_matrices(newton_schulz, parameter, buffer), _scale(parameter), group)
+
+
+def _remember(momentum: Tensor, gradient: Tensor, keeps: float) -> Tensor:
+    """`m (alpha - u^T u) + g` for matrices [..., rows, columns], with alpha `keeps`."""
+    u = gradient / gradient.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(gradient.dtype).tiny)
+    return keeps * momentum - momentum @ u.mT @ u + gradient
 
 
 class M3Rule:
@@ -167,27 +171,32 @@ class M3Rule:
 
     @staticmethod
     def update(parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]], group: dict):
-        def resize(direction: Tensor) -> Tensor:
-            rms = direction.square().mean((-2, -1), keepdim=True).sqrt()
-            return direction * (group["update_rms"] / rms.clamp(min=torch.finfo(direction.dtype).tiny))
-
+        keeps_fast, adds_fast = group["fast"]
+        keeps_slow, adds_slow = group["slow"]
+        keeps_square, adds_square = group["square"]
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
             gradient = own_part(gradient)
             fast, slow, slow_direction, square = (own_part(state[name]) for name in M3Rule.state_names)
             if int(state["step"]) % group["period"] == 0:
                 slow_direction.copy_(by_whole_matrices(newton_schulz, parameter, slow))
-                slow.mul_(group["slow"][0])
+                slow.mul_(keeps_slow)
             state["step"] += 1
-            slow.add_(gradient, alpha=group["slow"][1])
-            fast.mul_(group["fast"][0]).add_(gradient, alpha=group["fast"][1])
-            square.mul_(group["square"][0]).addcmul_(gradient, gradient, value=group["square"][1])
-            direction = by_whole_matrices(newton_schulz, parameter, fast).add_(
-                slow_direction, alpha=group["slow_weight"]
-            )
+            slow.add_(gradient, alpha=adds_slow)
+            fast.mul_(keeps_fast).add_(gradient, alpha=adds_fast)
+            square.mul_(keeps_square).addcmul_(gradient, gradient, value=adds_square)
+            direction = by_whole_matrices(newton_schulz, parameter, fast)
+            direction.add_(slow_direction, alpha=group["slow_weight"])
             direction.div_(square.sqrt().add_(group["eps"]))
             if group["update_rms"] is not None:
+                resize = partial(_resize, rms=group["update_rms"])
                 direction = by_whole_matrices(resize, parameter, direction)
             _descend(parameter, direction, 1.0, group)
+
+
+def _resize(direction: Tensor, rms: float) -> Tensor:
+    """Matrices [..., rows, columns] with the root mean square `rms`."""
+    size = direction.square().mean((-2, -1), keepdim=True).sqrt()
+    return direction * (rms / size.clamp(min=torch.finfo(direction.dtype).tiny))
 
 
 RULES: dict[str, type[UpdateRule]] = {
@@ -256,15 +265,16 @@ def by_whole_matrices(function: Callable[..., Tensor], parameter: Tensor, *parts
     if parameter.ndim > 2:
         # A stack is sharded between its matrices.
         return function(*parts) if parts[0].numel() else parts[0]
-    whole = (
-        DTensor.from_local(
+    whole = []
+    for part in parts:
+        sharded = DTensor.from_local(
             part,
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
-        ).full_tensor()
-        for part in parts
-    )
-    return function(*whole)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+        )
+        whole.append(sharded.full_tensor())
+    first_row = chunk.offsets[0]
+    return function(*whole)[first_row : first_row + chunk.sizes[0]]
