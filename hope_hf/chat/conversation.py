@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from hope_hf.data import Chat, ChatTemplate, plain_ids
 _LONG = 1 << 30
 
 
-class Place(NamedTuple):
+class Transcript(NamedTuple):
     """Where a conversation stands, besides the state of its cache."""
 
     # tokens that the cache has not read: `generate` does not read the last token that it returns
@@ -50,7 +50,7 @@ class Conversation:
 
     Attributes:
         cache: what the model has read, and what its levels have learned.
-        place: what else the next message needs.
+        transcript: what else the next message needs.
         learn: whether levels learn from messages and files, and `learn_generated` also from answers.
         last: what the last message or file took; `None` before the first, and after `undo`.
     """
@@ -60,20 +60,25 @@ class Conversation:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         cache: HopeCache | None = None,
-        place: Place | None = None,
+        transcript: Transcript | None = None,
         learn: bool = False,
         learn_generated: bool = False,
         **options,
     ):
         """`options`: arguments of `generate`, `max_new_tokens` among them."""
-        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options
         self.cache = HopeCache(model.config) if cache is None else cache
-        self.place = Place() if place is None else place
-        self.learn, self.learn_generated = learn, learn_generated
+        self.transcript = Transcript() if transcript is None else transcript
+        self.learn = learn
+        self.learn_generated = learn_generated
         self.last: Turn | None = None
+        # snapshot of the cache, and transcript, before the last turn
         self._before: tuple | None = None
         ends = model.generation_config.eos_token_id
-        ends = tokenizer.eos_token_id if ends is None else ends
+        if ends is None:
+            ends = tokenizer.eos_token_id
         self._ends = ends if isinstance(ends, list) else [ends]
         self._template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer)
         # what the tokenizer puts before a text: it is read once
@@ -88,8 +93,7 @@ class Conversation:
     def grows(self) -> bool:
         """Whether the state grows with the text."""
         config = self.model.config
-        sizes = [[mixer.cache_bytes(config, tokens) for mixer in config.mixers] for tokens in (_LONG, 2 * _LONG)]
-        return sizes[0] != sizes[1]
+        return any(mixer.cache_bytes(config, _LONG) != mixer.cache_bytes(config, 2 * _LONG) for mixer in config.mixers)
 
     @property
     def state_size(self) -> str:
@@ -104,12 +108,14 @@ class Conversation:
             ValueError: the message has no token, the model has no position left, or its chat template fails. Nothing
                 was read.
         """
-        new, ids = self._continued(message)
-        with self.turn() as took:
-            found = self._written(ids, "message", took)
-            answer, written = (self.tokenizer.decode(found, skip_special_tokens=skip) for skip in (True, False))
-            said = {"role": "user", "content": message}, {"role": "assistant", "content": answer}
-            self.place = Place((found[-1],), (*self.place.messages, *said), self.place.text + new + written)
+        text, ids = self._continued(message)
+        with self.turn():
+            new_ids = self._generate(ids, "message")
+            answer = self.tokenizer.decode(new_ids, skip_special_tokens=True)
+            text += self.tokenizer.decode(new_ids, skip_special_tokens=False)
+            question = {"role": "user", "content": message}
+            messages = (*self.transcript.messages, question, {"role": "assistant", "content": answer})
+            self.transcript = Transcript((new_ids[-1],), messages, self.transcript.text + text)
         return answer
 
     def complete(self, text: str) -> str:
@@ -118,21 +124,22 @@ class Conversation:
         Raises:
             ValueError: the text has no token, or the model has no position left. Nothing was read.
         """
-        with self.turn() as took:
+        with self.turn():
             # A prompt is read as transformers reads it: special tokens that it spells are special.
             ids = self.tokenizer(text, add_special_tokens=not self.has_begun, verbose=False)["input_ids"]
-            found = self._written(ids, "text", took)
-            self.place = Place((found[-1],))
-        return self.tokenizer.decode(found, skip_special_tokens=True)
+            new_ids = self._generate(ids, "text")
+            self.transcript = Transcript((new_ids[-1],))
+        return self.tokenizer.decode(new_ids, skip_special_tokens=True)
 
-    def _written(self, ids: list[int], named: str, took: Callable[..., None]) -> list[int]:
+    def _generate(self, ids: list[int], named: str) -> list[int]:
         """The tokens that the model writes after it has read `ids`, within a turn."""
-        ids = [*self.place.unread, *ids]
+        start = time.perf_counter()
+        ids = [*self.transcript.unread, *ids]
         if not ids:
             raise ValueError(f"the {named} has no token of the model: write another one.")
-        room = self.room_for(len(ids), 1)
+        most = min(self.options["max_new_tokens"], self.room_for(len(ids), least=1))
         tokens = self.as_input(ids)
-        found = self.model.generate(
+        output = self.model.generate(
             tokens,
             attention_mask=tokens.new_ones(1, self.cache.get_seq_length() + len(ids)),
             cache=self.cache,
@@ -141,24 +148,30 @@ class Conversation:
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
             eos_token_id=self._ends,
             pad_token_id=self._ends[0],
-            **self.options | {"max_new_tokens": min(self.options["max_new_tokens"], room)},
-        )[0, len(ids) :].tolist()
-        took(len(ids), len(found))
-        return found
+            **self.options | {"max_new_tokens": most},
+        )
+        new_ids = output[0, len(ids) :].tolist()
+        self.last = Turn(len(ids), len(new_ids), time.perf_counter() - start)
+        return new_ids
 
     def _continued(self, message: str) -> tuple[str, list[int]]:
         """A message as the model reads it after all before it, and the tokens of this text."""
         if self._template is None:
-            new = f"\n{message}" if self.has_begun else message
-            return new, self.encode(new)
-        messages = [*self.place.messages, {"role": "user", "content": message}]
-        whole, before = self._filled(messages), self.place.text
-        if whole.startswith(before):
-            return whole[len(before) :], self._once(whole[len(before) :])
+            text = f"\n{message}" if self.has_begun else message
+            return text, self.encode(text)
+        messages = [*self.transcript.messages, {"role": "user", "content": message}]
+        whole = self._filled(messages)
+        if whole.startswith(self.transcript.text):
+            text = whole.removeprefix(self.transcript.text)
+            return text, self._without_start(self._template.encode(text))
         # The template writes earlier messages anew, and what was read cannot be changed: the message alone follows.
-        alone = self._filled(messages[-1:])
-        ended = not self.place.unread or self.place.unread[-1] in self._ends
-        return alone, [*([] if ended else self._ends[:1]), *self._once(alone)]
+        text = self._filled(messages[-1:])
+        ids = self._without_start(self._template.encode(text))
+        unread = self.transcript.unread
+        if unread and unread[-1] not in self._ends:
+            # the answer was cut
+            ids = [self._ends[0], *ids]
+        return text, ids
 
     def _filled(self, messages: list[dict]) -> str:
         try:
@@ -166,11 +179,10 @@ class Conversation:
         except ValueError as error:
             raise ValueError(f"the model's chat template fails on this message: {error}") from error
 
-    def _once(self, text: str) -> list[int]:
-        """Tokens of a filled template, which may begin with what the tokenizer puts before texts."""
-        ids = self._template.encode(text)
-        again = self.has_begun and self._start and ids[: len(self._start)] == self._start
-        return ids[len(self._start) :] if again else ids
+    def _without_start(self, ids: list[int]) -> list[int]:
+        """Tokens of a filled template without those that the tokenizer puts before texts, if these were read."""
+        length = len(self._start)
+        return ids[length:] if self.has_begun and ids[:length] == self._start else ids
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text that follows what was read; only the first one begins with the tokenizer's own tokens.
@@ -187,46 +199,40 @@ class Conversation:
         """Positions that are left after `tokens` more; ValueError if they are fewer than `least`."""
         if not self.grows:
             return math.inf
-        positions, read = self.model.config.max_position_embeddings, self.cache.get_seq_length()
-        if positions - read - tokens < least:
-            anew = ", begin without what was read before" if read else ""
+        positions = self.model.config.max_position_embeddings
+        taken = self.cache.get_seq_length()
+        left = positions - taken - tokens
+        if left < least:
+            anew = ", begin without what was read before" if taken else ""
             raise ValueError(
-                f"the model has {positions:,} positions, {read:,} of them are taken and {tokens:,} tokens follow: "
+                f"the model has {positions:,} positions, {taken:,} of them are taken and {tokens:,} tokens follow: "
                 f"shorten the text{anew}, or convert the model with a window."
             )
-        return positions - read - tokens
+        return left
 
     @contextmanager
-    def turn(self) -> Iterator[Callable[..., None]]:
-        """Inside, the conversation takes a turn, which `undo` can take back; an error takes it back at once.
-
-        Gives a function to be called with the numbers of tokens read and written, and with the seconds that they took,
-        if not all.
-        """
-        before, start = (self.cache.snapshot(), self.place), time.perf_counter()
-
-        def took(read: int, written: int, seconds: float | None = None):
-            self.last = Turn(read, written, time.perf_counter() - start if seconds is None else seconds)
-
+    def turn(self) -> Iterator[None]:
+        """Inside, the conversation takes a turn, which `undo` can take back; an error takes it back at once."""
+        snapshot, transcript = self.cache.snapshot(), self.transcript
         try:
-            yield took
+            yield
         except BaseException:
-            self.cache.rollback(before[0])
-            self.place = before[1]
+            self.cache.rollback(snapshot)
+            self.transcript = transcript
             raise
-        self._before = before
+        self._before = snapshot, transcript
 
     def undo(self) -> None:
         """Return to the state before the last message or file; ValueError if it is not known."""
         if self._before is None:
             raise ValueError("there is nothing to undo: only the last message or file of this session can be undone.")
-        snapshot, self.place = self._before
+        snapshot, self.transcript = self._before
         self.cache.rollback(snapshot)
         self._before = self.last = None
 
     def forget(self) -> int:
         """Drop what the levels have learned; returns its bytes. It can be undone."""
         size = self.cache.level_bytes
-        self._before = self.cache.snapshot(), self.place
+        self._before = self.cache.snapshot(), self.transcript
         self.cache.reset_levels()
         return size

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +13,7 @@ from hope_hf.common.files import read_object, read_small, replace_text, write_er
 from hope_hf.common.folder_lock import LOCK_FILE, FolderLock
 from hope_hf.common.process import warn_once
 
-from .conversation import Conversation, Place
+from .conversation import Conversation, Transcript
 
 CHAT_FILE = "chat.json"
 # Of the messages that are kept: those that chat templates know.
@@ -50,7 +49,7 @@ class Memory:
         finally:
             lock.release()
 
-    def load(self, model: PreTrainedModel) -> tuple[HopeCache | None, Place]:
+    def load(self, model: PreTrainedModel) -> tuple[HopeCache | None, Transcript]:
         """The cache and the conversation of the folder; nothing if it is new or empty.
 
         A cache that another program has written goes on with a new conversation.
@@ -59,27 +58,28 @@ class Memory:
             ValueError: the folder holds other files, another model's cache, several sequences, or a damaged file.
         """
         if all(file.name == LOCK_FILE or file.name.startswith(_SCRATCH) for file in self.folder.iterdir()):
-            return None, Place()
+            return None, Transcript()
         try:
             self._checksum = HopeCache.checksum_in(self.folder)
             cache = HopeCache.from_pretrained(self.folder, model)
         except ValueError as error:
             raise ValueError(f"--memory {error}.") from None
-        rows = cache.num_sequences
-        if rows > 1:
+        if cache.num_sequences > 1:
             raise ValueError(
-                f"--memory {self.folder} holds {rows} sequences, and a conversation has one: name another folder."
+                f"--memory {self.folder} holds {cache.num_sequences} sequences, and a conversation has one: name "
+                "another folder."
             )
         file = self.folder / CHAT_FILE
         if not file.exists():
-            return cache, Place()
+            return cache, Transcript()
         fix = "remove the file to begin a new conversation with what was read"
-        found = read_object(file, "--memory: the file", fix)
-        place = _place(found, model.config.vocab_size)
-        if place is None:
+        content = read_object(file, "--memory: the file", fix)
+        if not _is_conversation(content, model.config.vocab_size):
             raise ValueError(f"--memory: the file {file} holds no conversation of this model: {fix}.")
-        # A cache that was written later, by another program, is not where this conversation stood.
-        return cache, place if found["tokens"] == cache.get_seq_length() else Place()
+        if content["tokens"] != cache.get_seq_length():
+            # the cache was written later, by another program
+            return cache, Transcript()
+        return cache, Transcript(tuple(content["unread"]), tuple(content["messages"]), content["text"])
 
     def save(self, conversation: Conversation) -> int:
         """Write what was read, learned and said; returns the bytes of the files.
@@ -90,14 +90,14 @@ class Memory:
             ValueError: nothing was read, a value is not finite, or the folder cannot be written.
         """
         cache = conversation.cache
+        content = {"tokens": cache.get_seq_length(), **conversation.transcript._asdict()}
         with write_errors(f"--memory {self.folder}"):
             if HopeCache.checksum_in(self.folder) != self._checksum:
                 self._move()
-            with TemporaryDirectory(dir=self.folder, prefix=_SCRATCH) as place:
-                scratch = Path(place)
+            with TemporaryDirectory(dir=self.folder, prefix=_SCRATCH) as name:
+                scratch = Path(name)
                 cache.save_pretrained(scratch, conversation.model, level_dtype=self._dtype)
-                found = {"tokens": cache.get_seq_length(), **conversation.place._asdict()}
-                replace_text(scratch / CHAT_FILE, json.dumps(found, ensure_ascii=False, indent=1) + "\n")
+                replace_text(scratch / CHAT_FILE, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
                 size = sum(file.stat().st_size for file in scratch.iterdir())
                 self._replace(scratch)
             self._checksum = HopeCache.checksum_in(self.folder)
@@ -105,18 +105,20 @@ class Memory:
 
     def _move(self) -> None:
         """Save beside the folder from now on: it holds what this process has not read."""
-        written = self.folder
-        names = (written.with_name(f"{written.name}-{number}") for number in count(2))
-        self.folder = next(name for name in names if not name.exists())
+        others = self.folder
+        number = 2
+        while others.with_name(f"{others.name}-{number}").exists():
+            number += 1
+        self.folder = others.with_name(f"{others.name}-{number}")
         self.folder.mkdir(parents=True)
-        warn_once(f"--memory {written} was written by another program meanwhile and stays: see {self.folder}.")
+        warn_once(f"--memory {others} was written by another program meanwhile and stays: see {self.folder}.")
 
     def _replace(self, scratch: Path) -> None:
         """Move both files into place, or none."""
-        (cache,) = (file for file in scratch.iterdir() if file.name != CHAT_FILE)
         chat = self.folder / CHAT_FILE
         before = read_small(chat) if chat.exists() else None
         (scratch / CHAT_FILE).replace(chat)
+        (cache,) = scratch.iterdir()
         try:
             cache.replace(self.folder / cache.name)
         except OSError:
@@ -127,21 +129,23 @@ class Memory:
             raise
 
 
-def _place(found: dict, vocabulary: int) -> Place | None:
-    """The conversation of a file; `None` if it holds something else."""
-    if found.keys() != {"tokens", *Place._fields} or not _is_count(found["tokens"]):
-        return None
-    unread, messages, text = (found[name] for name in Place._fields)
-    ids = isinstance(unread, list) and all(_is_count(one) and one < vocabulary for one in unread)
-    said = isinstance(messages, list) and all(isinstance(one, dict) and _is_message(one) for one in messages)
-    return Place(tuple(unread), tuple(messages), text) if ids and said and isinstance(text, str) else None
+def _is_conversation(content: dict, vocab_size: int) -> bool:
+    """Whether this is the content of a CHAT_FILE."""
+    if content.keys() != {"tokens", *Transcript._fields}:
+        return False
+    unread, messages = content["unread"], content["messages"]
+    if not isinstance(unread, list) or not isinstance(messages, list) or not isinstance(content["text"], str):
+        return False
+    if not all(_is_count(token) and token < vocab_size for token in unread):
+        return False
+    return _is_count(content["tokens"]) and all(map(_is_message, messages))
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_message(message: dict) -> bool:
-    if message.keys() != {"role", "content"}:
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"role", "content"}:
         return False
-    return isinstance(message["content"], str) and message["role"] in ROLES
+    return isinstance(value["content"], str) and value["role"] in ROLES

@@ -4,12 +4,13 @@ import copy
 import sys
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
 from hope_hf.common.files import read_small
@@ -17,7 +18,7 @@ from hope_hf.common.process import one_line
 from hope_hf.common.program import LOG_SECONDS, LogLines
 from hope_hf.common.results import Row, markdown_table
 
-from .conversation import Conversation, Place
+from .conversation import Conversation, Transcript, Turn
 
 # Tokens of one forward pass, or the next multiple of the period after which levels learn.
 PIECE = 512
@@ -30,21 +31,22 @@ class _Reader:
     name: str
     cache: HopeCache
     learn: bool
-    # losses of the pieces read so far, in nats of every token but the text's first
-    losses: list[torch.Tensor] = field(default_factory=list)
-    # logits after the last piece
-    logits: torch.Tensor | None = None
+    # losses of the calls so far, in nats of every token but the text's first
+    losses: list[Tensor] = field(default_factory=list)
+    # logits [1, V] after the last call
+    logits: Tensor | None = None
     seconds: float = 0.0
 
-    def read(self, model, piece: torch.Tensor) -> None:
+    def read(self, model: PreTrainedModel, ids: Tensor) -> None:
         """Read the next tokens [1, T] of the text."""
         start = time.perf_counter()
         options = {"learn": True} if self.learn else {}
-        logits = model(piece, cache=self.cache, **options).logits[0].float()
-        rows, targets = logits[:-1], piece[0, 1:]
-        if self.logits is not None:
-            rows, targets = torch.cat([self.logits, rows]), piece[0]
-        self.losses.append(cross_entropy(rows, targets, reduction="none"))
+        logits = model(ids, cache=self.cache, **options).logits[0].float()
+        if self.logits is None:
+            losses = cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+        else:
+            losses = cross_entropy(torch.cat([self.logits, logits[:-1]]), ids[0], reduction="none")
+        self.losses.append(losses)
         self.logits = logits[-1:].clone()
         self.seconds += time.perf_counter() - start
 
@@ -53,8 +55,12 @@ class _Reader:
         """Its mean losses."""
         losses = torch.cat(self.losses).double()
         quarter = max(1, len(losses) // 4)
-        parts = {"whole text": losses, "first quarter": losses[:quarter], "last quarter": losses[-quarter:]}
-        return {"nats per token": self.name} | {name: float(part.mean()) for name, part in parts.items()}
+        return {
+            "nats per token": self.name,
+            "whole text": float(losses.mean()),
+            "first quarter": float(losses[:quarter].mean()),
+            "last quarter": float(losses[-quarter:].mean()),
+        }
 
 
 def text_of(path: str, named: str) -> str:
@@ -85,69 +91,78 @@ def read_text(conversation: Conversation, path: str, text: str, compare: bool = 
     ids = conversation.encode(text)
     if len(ids) < 2:
         raise ValueError(f"{path} has fewer than two tokens of the model: name a longer text.")
-    unread = list(conversation.place.unread)
+    unread = list(conversation.transcript.unread)
     conversation.room_for(len(unread) + len(ids))
-    cache, learn = conversation.cache, conversation.learn
-    with conversation.turn() as took, torch.no_grad():
+    cache = conversation.cache
+    with conversation.turn(), torch.no_grad():
         if unread:
             conversation.model(conversation.as_input(unread), cache=cache, logits_to_keep=1)
-        own = _Reader("levels learn" if learn else "reading", cache, learn)
-        readers = [own]
+        reader = _Reader("levels learn" if conversation.learn else "reading", cache, conversation.learn)
+        readers = [reader]
         if compare:
-            readers.append(_Reader("frozen", copy.deepcopy(cache).reset_levels(), False))
-        learned = cache.levels
+            readers.append(_Reader("frozen", copy.deepcopy(cache).reset_levels(), learn=False))
+        levels_before = cache.levels
         _read(conversation, readers, ids, name)
-        conversation.place = Place()
-        took(len(ids), 0, own.seconds)
-    lines = [f"{name}: {len(ids):,} tokens, {conversation.last.speed:,.0f} per second", ""]
-    lines += [markdown_table([reader.row for reader in readers]), ""]
+        conversation.transcript = Transcript()
+        conversation.last = Turn(len(ids), 0, reader.seconds)
+    rows = [reader.row for reader in readers]
+    lines = [f"{name}: {len(ids):,} tokens, {conversation.last.speed:,.0f} per second", "", markdown_table(rows), ""]
     if compare:
-        lines.append(_gain(own.row, readers[1].row))
-    if learn:
-        lines.append(_learned(conversation, learned))
+        lines.append(_gain(*rows))
+    if conversation.learn:
+        lines.append(_learned(conversation, levels_before))
     return "\n".join(lines).rstrip()
 
 
 def _read(conversation: Conversation, readers: list[_Reader], ids: list[int], name: str) -> None:
-    """Read the tokens piece by piece with every reader, and show the progress."""
-    ends = _ends(conversation, len(ids))
+    """Read the tokens in several calls with every reader, and show the progress."""
     words = "{desc}: {n_fmt} of {total_fmt} tokens, {elapsed} so far, {remaining} to go{postfix}"
-    log = {"file": LogLines(), "mininterval": 0, "miniters": 1, "delay": LOG_SECONDS}
-    options = {} if sys.stderr.isatty() else log
-    with tqdm(total=len(ids), desc=name, leave=False, bar_format=words, unit_scale=False, **options) as bar:
-        for start, end in pairwise([0, *ends]):
+    options = {"total": len(ids), "desc": name, "leave": False, "bar_format": words, "unit_scale": False}
+    if not sys.stderr.isatty():
+        options |= {"file": LogLines(), "mininterval": 0, "miniters": 1, "delay": LOG_SECONDS}
+    start = 0
+    with tqdm(**options) as bar:
+        for end in _ends(conversation, len(ids)):
+            losses = []
             for reader in readers:
                 reader.read(conversation.model, conversation.as_input(ids[start:end]))
-            last = (f"{reader.losses[-1].mean():.3f} {reader.name}" for reader in readers if len(reader.losses[-1]))
-            bar.set_postfix_str(", ".join(last), refresh=False)
+                if len(reader.losses[-1]):
+                    losses.append(f"{reader.losses[-1].mean():.3f} {reader.name}")
+            bar.set_postfix_str(", ".join(losses), refresh=False)
             bar.update(end - start)
+            start = end
 
 
 def _ends(conversation: Conversation, tokens: int) -> list[int]:
-    """Where the pieces of a text end: where the levels take steps, so that pieces change no result."""
-    levels = conversation.model.config.level_learning
-    period = PIECE if levels is None else levels.resolved(conversation.model.config).periods[0]
-    state = conversation.cache.levels
+    """Where the calls for a text end: where the levels take steps, so that cuts change no result."""
+    config = conversation.model.config
+    levels = conversation.cache.levels
+    period = PIECE if config.level_learning is None else config.level_learning.resolved(config).periods[0]
     size = -(-PIECE // period) * period
-    first = size - (0 if state is None else int(state.tokens[0]) % period)
+    first = size if levels is None else size - int(levels.tokens[0]) % period
     return [*range(first, tokens, size), tokens]
 
 
-def _gain(own: Row, frozen: Row) -> str:
+def _gain(learning: Row, frozen: Row) -> str:
     """What learning has brought, in words."""
-    whole, end = (
-        f"{abs(own[part] / frozen[part] - 1):.1%} {'lower' if own[part] <= frozen[part] else 'higher'}"
-        for part in ("whole text", "last quarter")
-    )
-    return f"With learning the loss is {whole}, in the last quarter {end}.".replace("%", " %")
+    whole = _change(learning["whole text"], frozen["whole text"])
+    end = _change(learning["last quarter"], frozen["last quarter"])
+    return f"With learning the loss is {whole}, in the last quarter {end}."
+
+
+def _change(loss: float, of: float) -> str:
+    share = 100 * abs(loss / of - 1)
+    return f"{share:.1f} % {'lower' if loss <= of else 'higher'}"
 
 
 def _learned(conversation: Conversation, before) -> str:
-    """What the levels have learned from a text; `before` is their state before it."""
-    state = conversation.cache.levels
-    steps, skipped = (int(part.sum()) for part in (state.steps, state.skipped))
+    """What the levels have learned from a text; `before` is the `HopeCache.levels` before it."""
+    levels = conversation.cache.levels
+    steps = int(levels.steps.sum())
+    skipped = int(levels.skipped.sum())
     if before is not None:
-        steps, skipped = steps - int(before.steps.sum()), skipped - int(before.skipped.sum())
+        steps -= int(before.steps.sum())
+        skipped -= int(before.skipped.sum())
     left_out = f", {skipped:,} left out (the text looks random)" if skipped else ""
     return f"The levels took {steps:,} step{'' if steps == 1 else 's'}{left_out}; {learned_size(conversation)}."
 

@@ -15,7 +15,7 @@ from hope_hf.common.program import printed, program
 from hope_hf.common.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
 
-from .conversation import Conversation, Place
+from .conversation import Conversation, Transcript
 from .flags import DRAWS, Arguments, GenerateArguments, parse, parse_generate
 from .memory import Memory
 from .reading import text_of
@@ -81,15 +81,15 @@ def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Convers
         if args.learn:
             say = f"{named} has no fields of learning: its levels learn with the defaults, which docs/levels.md lists."
             print(say, file=sys.stderr, flush=True)
-    cache, place = (None, Place()) if memory is None else memory.load(model)
+    cache, transcript = (None, Transcript()) if memory is None else memory.load(model)
     torch.manual_seed(args.seed)
     return Conversation(
         model,
         tokenizer,
         cache,
-        place,
-        args.learn,
-        args.learn_generated,
+        transcript,
+        learn=args.learn,
+        learn_generated=args.learn_generated,
         max_new_tokens=args.max_new_tokens,
         **_sampling(args),
     )
@@ -97,6 +97,11 @@ def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Convers
 
 def _sampling(args: Arguments | GenerateArguments) -> dict:
     """Arguments of `generate`; what is not given is what the model's folder says."""
-    names = ("do_sample", "repetition_penalty", *DRAWS)
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return {"do_sample": True} | given if DRAWS & given.keys() else given
+    options = {}
+    for name in ("do_sample", "repetition_penalty", *DRAWS):
+        value = getattr(args, name)
+        if value is not None:
+            options[name] = value
+    if DRAWS & options.keys():
+        options.setdefault("do_sample", True)
+    return options

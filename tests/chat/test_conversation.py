@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hope_hf import HopeCache
-from hope_hf.chat.conversation import Conversation, Place
+from hope_hf.chat.conversation import Conversation, Transcript
 
 MESSAGES = ["w10 w11 w12", "w20", "w30 w31 w32 w33 w34 w35 w36 w37"]
 REWRITES = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
@@ -51,12 +51,12 @@ def test_a_turn_reads_the_last_token_and_what_the_template_adds(conversation, to
     talk = conversation()
     first = talk.say("w10 w11")
     assert tokens_read[:4] == [3, 10, 11, 5] and tokens_read[4] == 4
-    (unread,) = talk.place.unread
+    (unread,) = talk.transcript.unread
     tokens_read.clear()
     talk.say("w20")
     # the answer was cut, so the template ends it
     assert tokens_read[:6] == [unread, 5, 3, 20, 5, 4]
-    assert [message["content"] for message in talk.place.messages][:3] == ["w10 w11", first, "w20"]
+    assert [message["content"] for message in talk.transcript.messages][:3] == ["w10 w11", first, "w20"]
 
 
 def test_a_template_that_rewrites_earlier_text_adds_the_message_alone(conversation, tokenizer, tokens_read):
@@ -64,7 +64,7 @@ def test_a_template_that_rewrites_earlier_text_adds_the_message_alone(conversati
     talk = conversation()
     talk.say("w10")
     assert tokens_read[:3] == [1, 10, 2]
-    (unread,) = talk.place.unread
+    (unread,) = talk.transcript.unread
     tokens_read.clear()
     talk.say("w20")
     # the answer was cut, so the end token ends it
@@ -82,7 +82,7 @@ def test_messages_and_files_are_text_whatever_they_spell(conversation, tokenizer
     begin, end = ([3], [5, 4]) if template else ([], [])
     expected = [*begin, 10, 0, 0, 0, 11, *end]
     assert tokens_read[: len(expected)] == expected
-    (unread,) = talk.place.unread
+    (unread,) = talk.transcript.unread
     tokens_read.clear()
     talk.say("<eos>")
     # What was said goes on to be the beginning of the filled template.
@@ -97,7 +97,7 @@ def test_a_prompt_of_generate_is_read_as_transformers_reads_it(conversation, tok
 
 def test_an_answer_that_ended_is_not_ended_again(conversation, tokenizer, tokens_read):
     tokenizer.chat_template = REWRITES
-    talk = conversation(place=Place((62,), ({"role": "user", "content": "w9"},), "w9"))
+    talk = conversation(transcript=Transcript((62,), ({"role": "user", "content": "w9"},), "w9"))
     talk.say("w20")
     assert tokens_read[:4] == [62, 1, 20, 2]
 
@@ -124,11 +124,11 @@ def test_undo_is_exact(tiny_model, tokenizer, learn, kinds):
     model = tiny_model(layer_types=kinds, level_learning={"periods": [8, 8], "gate": False}, **options)
     talk = Conversation(model, tokenizer, learn=learn, learn_generated=learn, max_new_tokens=6, do_sample=False)
     talk.say(MESSAGES[2])
-    reference, place = HopeCache.from_state_tensors(talk.model.config, talk.cache.state_tensors()), talk.place
+    reference, transcript = HopeCache.from_state_tensors(talk.model.config, talk.cache.state_tensors()), talk.transcript
     answer = talk.say(MESSAGES[1])
     assert not same(talk.cache, reference)
     talk.undo()
-    assert same(talk.cache, reference) and talk.place == place
+    assert same(talk.cache, reference) and talk.transcript == transcript
     assert talk.say(MESSAGES[1]) == answer
     talk.undo()
     with pytest.raises(ValueError, match="nothing to undo"):
@@ -164,7 +164,7 @@ def test_levels_learn_from_what_was_asked_and_weights_keep_their_bytes(conversat
 def test_a_turn_that_fails_changes_nothing(conversation, tokenizer, monkeypatch, failing):
     talk = conversation(learn=True)
     talk.say(MESSAGES[0])
-    before, place, message = talk.cache.snapshot(), talk.place, MESSAGES[2]
+    before, transcript, message = talk.cache.snapshot(), talk.transcript, MESSAGES[2]
     if failing == "positions":
         message = "w1 " * 400
     elif failing == "template":
@@ -174,7 +174,7 @@ def test_a_turn_that_fails_changes_nothing(conversation, tokenizer, monkeypatch,
     with pytest.raises(KeyboardInterrupt if failing == "interrupt" else ValueError, match="400 positions|no such|"):
         talk.say(message)
     reference = HopeCache(talk.model.config).rollback(before)
-    assert same(talk.cache, reference) and talk.place == place
+    assert same(talk.cache, reference) and talk.transcript == transcript
 
 
 def interrupted(streamer):
@@ -184,7 +184,7 @@ def interrupted(streamer):
 def test_the_last_positions_are_used(conversation):
     talk = conversation(max_new_tokens=400)
     talk.say("w10 " * 300)
-    assert talk.cache.get_seq_length() + len(talk.place.unread) <= 400
+    assert talk.cache.get_seq_length() + len(talk.transcript.unread) <= 400
     with pytest.raises(ValueError, match="400 positions"):
         talk.say("w10 " * 400)
 

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from hope_hf import HopeCache
 from hope_hf.chat import reading
-from hope_hf.chat.conversation import Place
+from hope_hf.chat.conversation import Transcript
 
 TEXT = " ".join(f"w{(7 * i * i + i) % 61}" for i in range(90))
 
@@ -41,7 +41,7 @@ def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun
         # a step, and three tokens in an open period
         for cache in (*caches, talk.cache):
             model.learn(torch.arange(11)[None], cache=cache)
-        talk.place = Place((9,), ({"role": "user", "content": "w1"},), "w1")
+        talk.transcript = Transcript((9,), ({"role": "user", "content": "w1"},), "w1")
     ids = talk.encode(TEXT)
     learning, frozen = caches
     if begun:
@@ -57,7 +57,7 @@ def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun
     assert table(report) == expected and expected["levels learn"] != expected["frozen"]
     for key, delta in learning.levels.deltas.items():
         torch.testing.assert_close(talk.cache.levels.deltas[key], delta, atol=1e-5, rtol=0)
-    assert talk.place == Place() and talk.last.read == 90
+    assert talk.transcript == Transcript() and talk.last.read == 90
     assert report.startswith("book.txt: 90 tokens") and "took 11 steps" in report
 
 
@@ -79,10 +79,10 @@ def test_a_text_is_read_without_learning(conversation, model):
 def test_reading_is_undone(conversation):
     talk = conversation(learn=True)
     talk.say("w10")
-    before, place = talk.cache.snapshot(), talk.place
+    before, transcript = talk.cache.snapshot(), talk.transcript
     reading.read_text(talk, "book.txt", TEXT)
     talk.undo()
-    assert talk.place == place and talk.cache.levels is before.levels
+    assert talk.transcript == transcript and talk.cache.levels is before.levels
     assert talk.cache.get_seq_length() == HopeCache(talk.model.config).rollback(before).get_seq_length()
 
 
