@@ -124,7 +124,8 @@ def test_undo_is_exact(tiny_model, tokenizer, learn, kinds):
     model = tiny_model(layer_types=kinds, level_learning={"periods": [8, 8], "gate": False}, **options)
     talk = Conversation(model, tokenizer, learn=learn, learn_generated=learn, max_new_tokens=6, do_sample=False)
     talk.say(MESSAGES[2])
-    reference, transcript = HopeCache.from_state_tensors(talk.model.config, talk.cache.state_tensors()), talk.transcript
+    transcript = talk.transcript
+    reference = HopeCache.from_state_tensors(model.config, talk.cache.state_tensors())
     answer = talk.say(MESSAGES[1])
     assert not same(talk.cache, reference)
     talk.undo()

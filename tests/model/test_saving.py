@@ -211,8 +211,10 @@ def test_model_code_is_found_by_the_expression_that_bundles_it():
     assert sorted(reached) == MODEL_FILES
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_an_export_works_where_the_package_is_not_installed(tiny_model, tmp_path):
+    """In the quick suite the check of an export loads one model so: `tests/export`."""
     ids = text(2, 19)
     expected = {}
     for kind, options in LAYERS.items():
