@@ -4,7 +4,7 @@ import json
 import re
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .facts import EvaluationFacts, TrainingFacts, language_modeling_result
 from .public import as_code_block, as_text, printable
@@ -73,45 +73,46 @@ def usage_code(card: str) -> str:
     return re.search(r"^## Use\n\n```python\n(.*?)^```", card, flags=re.DOTALL | re.MULTILINE)[1]
 
 
-def _metadata(model, name, license, training, evaluation, base_model) -> ModelCardData:
+def _metadata(
+    model: PreTrainedModel,
+    name: str,
+    license: str,
+    training: TrainingFacts | None,
+    evaluation: EvaluationFacts | None,
+    base_model: str | None,
+) -> ModelCardData:
     metrics = list(evaluation.metrics) if evaluation else []
+    datasets = None
     if training:
-        metrics += [
-            language_modeling_result(f"held out of {training.text}", metric.removeprefix("eval_"), value)
-            for metric, value in training.losses.items()
-        ]
+        base_model = training.base_model
+        datasets = [training.dataset] if training.dataset else None
+        for metric, value in training.losses.items():
+            text = f"held out of {training.text}"
+            metrics.append(language_modeling_result(text, metric.removeprefix("eval_"), value))
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=list(model.model_tags),
         license=printable(license),
-        datasets=[training.dataset] if training and training.dataset else None,
-        base_model=training.base_model if training else base_model,
+        datasets=datasets,
+        base_model=base_model,
         # The Hub refuses a model-index with a name and no results, or with results and no name.
         model_name=name if metrics else None,
         eval_results=metrics or None,
     )
 
 
-def _introduction(model) -> str:
+def _introduction(model: PreTrainedModel) -> str:
     config = model.config
-    kinds = dict.fromkeys(config.mixers)
-    mixer = " and ".join(kind.describe(config) for kind in kinds if kind.is_recurrent)
-    others = [kind for kind in kinds if not kind.is_recurrent]
-    if mixer:
-        for kind in others:
-            number = config.mixers.count(kind)
-            mixer += f" (and {kind.name} in {number} of the {config.num_hidden_layers} layers)"
+    if len(config.level_periods) == 1:
+        levels = "an MLP"
     else:
-        mixer = " and ".join(kind.name for kind in others) + " (Hope-Attention)"
-    levels = "an MLP"
-    if len(config.level_periods) > 1:
         levels = f"{'a chain' if config.level_variant == 'sequential' else 'a sum'} of MLPs"
     periods = ", ".join("step" if period == 1 else f"{period:,} tokens" for period in config.level_periods)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"""\
 A HOPE language model (*Nested Learning*, [arXiv 2512.24695](https://arxiv.org/abs/2512.24695)). Its sequence mixer is
-{mixer}. Behind it is {levels} (the levels of the continuum memory system).
+{_mixers(config)}. Behind it is {levels} (the levels of the continuum memory system).
 
 | | |
 |---|---|
@@ -119,6 +120,20 @@ A HOPE language model (*Nested Learning*, [arXiv 2512.24695](https://arxiv.org/a
 | layers, width | {config.num_hidden_layers}, {config.hidden_size:,} |
 | vocabulary | {config.vocab_size:,} |
 | levels | {len(config.level_periods)}, updated every {periods} of training |"""
+
+
+def _mixers(config: PreTrainedConfig) -> str:
+    """What mixes tokens, in words."""
+    kinds = list(dict.fromkeys(config.mixers))
+    recurrent = [kind.describe(config) for kind in kinds if kind.is_recurrent]
+    others = [kind for kind in kinds if not kind.is_recurrent]
+    if not recurrent:
+        return " and ".join(kind.name for kind in others) + " (Hope-Attention)"
+    text = " and ".join(recurrent)
+    for kind in others:
+        number = config.mixers.count(kind)
+        text += f" (and {kind.name} in {number} of the {config.num_hidden_layers} layers)"
+    return text
 
 
 def _training(training: TrainingFacts) -> str:
@@ -133,10 +148,12 @@ Text: {as_text(training.text)}{length}, on {training.num_processes} process(es) 
 def _evaluation(training: TrainingFacts | None, evaluation: EvaluationFacts | None) -> str:
     parts = []
     if training and training.losses:
-        figures = ", ".join(
-            f"{name.removeprefix('eval_').replace('_', ' ')} {value:.4f}" for name, value in training.losses.items()
+        figures = []
+        for name, value in training.losses.items():
+            figures.append(f"{name.removeprefix('eval_').replace('_', ' ')} {value:.4f}")
+        parts.append(
+            f"At the end of training, on text held out of it: {', '.join(figures)} (the loss in nats per token)."
         )
-        parts.append(f"At the end of training, on text held out of it: {figures} (the loss in nats per token).")
     if evaluation:
         limited = f", **limited to {as_text(evaluation.limit)} samples**" if evaluation.limit else ""
         parts.append(f"Measured on {as_text(evaluation.date)}{limited} with:\n\n{as_code_block(evaluation.command)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from hope_hf.common.files import LARGEST_METRICS, read_small
+from hope_hf.common.files import LARGEST_METRICS, read_object, read_small
 from hope_hf.common.flags import as_list, is_hub_name
 from hope_hf.common.models import card_metadata
 from hope_hf.common.results import SCHEMA_VERSION, commands_of, markdown_table
@@ -61,8 +61,13 @@ class EvaluationFacts:
 def read_card(folder: Path) -> tuple[str | None, str | None]:
     """Licence of the weights, and the model that they come from, by the metadata of a README.md."""
     data = card_metadata(folder / "README.md")
-    license, base_model = (value if isinstance(value, str) else None for value in (data.license, data.base_model))
-    return license, base_model if base_model and is_hub_name(base_model) else None
+    license = data.license if isinstance(data.license, str) else None
+    base_model = data.base_model if isinstance(data.base_model, str) else None
+    return license, _hub_name(base_model)
+
+
+def _hub_name(name: str | None) -> str | None:
+    return name if name and is_hub_name(name) else None
 
 
 def read_training(folder: Path) -> TrainingFacts | None:
@@ -72,30 +77,35 @@ def read_training(folder: Path) -> TrainingFacts | None:
     """
     if not (folder / "run.json").exists():
         return None
-    record = _read_object(folder / "run.json", FIX)
+    record = read_object(folder / "run.json", "The file", FIX)
+    steps, tokens = _length(folder / "metrics.jsonl")
+    losses = _losses(folder / "all_results.json")
     try:
         flags = record["identity"]
-        dataset, base_model = flags["dataset_name"], flags["model_name_or_path"]
-        facts = {
-            "text": _text(flags),
-            "dataset": dataset if dataset and dataset != "synthetic" and is_hub_name(dataset) else None,
-            "base_model": base_model if base_model and is_hub_name(base_model) else None,
-            "commands": list(map(public_command, commands_of(record))),
-            "num_processes": int(record["num_processes"]),
-            "versions": {name: version for name, version in record["versions"].items() if version},
-        }
+        dataset = flags["dataset_name"]
+        return TrainingFacts(
+            text=_text(flags),
+            dataset=None if dataset == "synthetic" else _hub_name(dataset),
+            base_model=_hub_name(flags["model_name_or_path"]),
+            commands=[public_command(command) for command in commands_of(record)],
+            num_processes=int(record["num_processes"]),
+            versions={name: version for name, version in record["versions"].items() if version},
+            steps=steps,
+            tokens=tokens,
+            losses=losses,
+        )
     except (LookupError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{folder / 'run.json'} is not one that hope-hf train wrote: {FIX}.") from None
-    return TrainingFacts(**facts, **_length(folder / "metrics.jsonl"), losses=_losses(folder / "all_results.json"))
 
 
 def _text(flags: dict) -> str:
+    """What was read, for people."""
     if flags["dataset_name"] == "synthetic":
         return "seeded random tokens"
     if flags["dataset_name"]:
-        name = public_value("dataset_name", flags["dataset_name"])
+        text = f"the data set {public_value('dataset_name', flags['dataset_name'])}"
         config = flags["dataset_config_name"]
-        return f"the data set {name}" + (f" ({public_value('dataset_config_name', config)})" if config else "")
+        return f"{text} ({public_value('dataset_config_name', config)})" if config else text
     # A run of an earlier version may lack some of these flags.
     for flag, kind in (("train_file", ""), ("dataset_mixture", "the mixture "), ("train_shards", "the shards ")):
         if flags.get(flag):
@@ -103,13 +113,13 @@ def _text(flags: dict) -> str:
     return "the sources of Python's standard library"
 
 
-def _length(path: Path) -> dict[str, int | None]:
+def _length(path: Path) -> tuple[int | None, int | None]:
     """Steps and tokens of the last row of metrics; a run without rows has none."""
     try:
         last = json.loads(read_small(path, LARGEST_METRICS).splitlines()[-1])
-        return {"steps": int(last["step"]), "tokens": int(last["tokens"])}
+        return int(last["step"]), int(last["tokens"])
     except (FileNotFoundError, IndexError):
-        return {"steps": None, "tokens": None}
+        return None, None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"The last row of {path} cannot be read: {FIX}.") from None
 
@@ -117,7 +127,7 @@ def _length(path: Path) -> dict[str, int | None]:
 def _losses(path: Path) -> dict[str, float]:
     if not path.exists():
         return {}
-    results = _read_object(path, FIX)
+    results = read_object(path, "The file", FIX)
     try:
         return {name: float(results[name]) for name in LOSSES if name in results}
     except (TypeError, ValueError):
@@ -130,21 +140,14 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
     Raises ValueError with one sentence if the file cannot be read or belongs to another model.
     """
     fix = "name a results.json that hope-hf eval wrote for this model with --results"
-    record = _read_object(path, fix)
+    record = read_object(path, "The file", fix)
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema_version {record.get('schema_version')!r}, not {SCHEMA_VERSION}: {fix}.")
     if record.get("unfinished"):
         raise ValueError(f"{path} is of an evaluation that has not ended: wait for it, or run its command again.")
     try:
         size = (record["model"] or {}).get("parameters")
-        suites = {name: suite["tables"] for name, suite in record["results"].items()}
-        facts = EvaluationFacts(
-            tables={name: _tables(tables, record["config"]) for name, tables in suites.items() if tables},
-            metrics=[] if record["limit"] else _metrics(suites, record["config"]),
-            command=public_command(record["command"]),
-            date=str(record["date"]),
-            limit=record["limit"],
-        )
+        facts = _evaluation_facts(record)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{path} is damaged: {fix}.") from None
     if size != model.num_parameters():
@@ -153,33 +156,53 @@ def read_evaluation(path: Path, model: PreTrainedModel) -> EvaluationFacts:
     return facts
 
 
-def _tables(tables: dict, flags: dict) -> str:
-    def cell(value: object) -> object:
-        """A text of the report as Markdown; numbers as they are."""
-        is_number = value is None or isinstance(value, int | float)
-        return value if is_number else as_text(without_folders(str(value), flags))
+def _evaluation_facts(record: dict) -> EvaluationFacts:
+    flags = record["config"]
+    tables = {}
+    for suite, result in record["results"].items():
+        if result["tables"]:
+            tables[suite] = _markdown(result["tables"], flags)
+    return EvaluationFacts(
+        tables=tables,
+        metrics=[] if record["limit"] else _metrics(record["results"], flags),
+        command=public_command(record["command"]),
+        date=str(record["date"]),
+        limit=record["limit"],
+    )
 
+
+def _markdown(tables: dict[str, list[dict]], flags: dict) -> str:
+    """The tables of a suite, each under its title; long ones are cut."""
     parts = []
     for title, rows in tables.items():
-        left_out = f"\n\n(and {len(rows) - MOST_ROWS:,} rows more)" if len(rows) > MOST_ROWS else ""
-        shown = markdown_table([{cell(name): cell(value) for name, value in row.items()} for row in rows[:MOST_ROWS]])
-        parts.append(f"**{cell(title)}**\n\n{shown}{left_out}")
+        cells = []
+        for row in rows[:MOST_ROWS]:
+            cells.append({_cell(name, flags): _cell(value, flags) for name, value in row.items()})
+        part = f"**{_cell(title, flags)}**\n\n{markdown_table(cells)}"
+        if len(rows) > MOST_ROWS:
+            part += f"\n\n(and {len(rows) - MOST_ROWS:,} rows more)"
+        parts.append(part)
     return "\n\n".join(parts)
 
 
-def _metrics(suites: dict, flags: dict) -> list[EvalResult]:
-    found = []
-    for title, rows in suites.get("perplexity", {}).items():
+def _cell(value: object, flags: dict) -> object:
+    """A text of the report as Markdown; numbers as they are."""
+    if value is None or isinstance(value, int | float):
+        return value
+    return as_text(without_folders(str(value), flags))
+
+
+def _metrics(suites: dict[str, dict], flags: dict) -> list[EvalResult]:
+    metrics = []
+    for title, rows in suites.get("perplexity", {"tables": {}})["tables"].items():
         if title.startswith("Text: "):
             text = without_folders(title.removeprefix("Text: "), flags)
-            found += [
-                language_modeling_result(text, name, rows[0][name])
-                for name in ("loss", "perplexity", "bits_per_byte", "accuracy")
-            ]
-    for row in suites.get("passkey", {}).get("Passkey", []):
-        where = f"Passkey, {row['length']:,} tokens, depth {row['depth']:g}"
-        found.append(language_modeling_result(where, "exact_match", row["exact"]))
-    return found
+            for name in ("loss", "perplexity", "bits_per_byte", "accuracy"):
+                metrics.append(language_modeling_result(text, name, rows[0][name]))
+    for row in suites.get("passkey", {"tables": {}})["tables"].get("Passkey", []):
+        text = f"Passkey, {row['length']:,} tokens, depth {row['depth']:g}"
+        metrics.append(language_modeling_result(text, "exact_match", row["exact"]))
+    return metrics
 
 
 def language_modeling_result(text: str, metric: str, value: float) -> EvalResult:
@@ -193,17 +216,3 @@ def language_modeling_result(text: str, metric: str, value: float) -> EvalResult
         metric_type=metric,
         metric_value=float(value),
     )
-
-
-def _read_object(path: Path, fix: str) -> dict:
-    """The object in a JSON file; ValueError that names the file and ends in `fix`."""
-    try:
-        record = json.loads(read_small(path))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: {fix}.") from None
-    # RecursionError: thousands of nested brackets.
-    except (OSError, ValueError, RecursionError):
-        raise ValueError(f"{path} cannot be read as JSON: {fix}.") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds no JSON object: {fix}.")
-    return record

@@ -8,12 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.common.adapters import ADAPTER_CONFIG
-from hope_hf.common.files import share_weights
+from hope_hf.common.files import new_folder, require_new, share_weights
 from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import is_hope, load_config, place_of_tokenizer
 from hope_hf.common.process import one_line
@@ -64,8 +63,7 @@ def export_folder(
         ValueError: a mistake in the arguments or a file that cannot be read or written, one sentence.
         ExportFailed: the written model does not load, or differs from the original.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--to {out} exists and is not an empty folder: name a new one.")
+    require_new(out, "--to")
     if results is None and (source / RESULTS_FILE).exists():
         results = source / RESULTS_FILE
     training = read_training(source)
@@ -73,19 +71,12 @@ def export_folder(
     license = license or card_license or DEFAULT_LICENSE
     model, tokenizer = load_source(source)
     evaluation = read_evaluation(results, model) if results else None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
-            folder = Path(place) / out.name
-            model.save_pretrained(folder)
-            share_weights(folder)
-            tokenizer.save_pretrained(folder)
-            model_card(model, repo_id, license, training, evaluation, base_model).save(folder / "README.md")
-            printed = check_export(folder, repo_id, model)
-            folder.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{out} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
-    return printed
+    with new_folder(out, "--to") as folder:
+        model.save_pretrained(folder)
+        share_weights(folder)
+        tokenizer.save_pretrained(folder)
+        model_card(model, repo_id, license, training, evaluation, base_model).save(folder / "README.md")
+        return check_export(folder, repo_id, model)
 
 
 def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

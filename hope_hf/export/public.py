@@ -32,7 +32,8 @@ FOLDERS = re.compile(r"(?<![\w./\\])(?:(?:~|[A-Za-z]:)[/\\](?:.*[/\\])?|[/\\](?=
 
 def printable(value: object) -> str:
     """`value` as one line."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
+    letters = [letter if letter.isprintable() else " " for letter in str(value)]
+    return " ".join("".join(letters).split())
 
 
 def public_value(flag: str, value: str) -> str:
@@ -46,33 +47,41 @@ def public_value(flag: str, value: str) -> str:
 
 def public_command(words: list[str]) -> str:
     """A command line, program first, as typed in the folder of its files; flags that may be private are left out."""
-    shown, flag = [], None
+    public = []
+    flag = None
     for word in words:
         if word.startswith("--"):
             flag = flag_of(word)
             _, equals, value = word.partition("=")
             if flag in SHOWN:
-                shown.append(f"--{flag}{equals}{public_value(flag, value)}")
+                public.append(f"--{flag}{equals}{public_value(flag, value)}")
             elif flag.isidentifier() and (not equals or _is_plain(value)):
-                shown.append(f"--{flag}{equals}{value}")
-        elif flag in SHOWN or flag is None:
+                public.append(f"--{flag}{equals}{value}")
+        elif flag is None:
             # The words before all flags are the program and a recipe.
-            shown.append(public_value(flag or "output_dir", word))
+            public.append(public_value("output_dir", word))
+        elif flag in SHOWN:
+            public.append(public_value(flag, word))
         elif _is_plain(word):
-            shown.append(word)
-        elif shown[-1] == f"--{flag}":
-            shown.pop()
-    return shlex.join([*(["python"] if shown[0].endswith(".py") else []), *shown])
+            public.append(word)
+        elif public[-1] == f"--{flag}":
+            public.pop()
+    if public[0].endswith(".py"):
+        public.insert(0, "python")
+    return shlex.join(public)
 
 
 def without_folders(text: str, flags: dict) -> str:
     """`text` on one line, with every absolute path and every path among the values of `flags` cut to its last part."""
-    names = ((flag, value) for flag, values in flags.items() for value in as_list(values))
-    values = [(flag, printable(value)) for flag, value in names if isinstance(value, str)]
     text = printable(text)
-    for flag, value in sorted(values, key=lambda pair: -len(pair[1])):
-        if value:
-            text = text.replace(value, public_value(flag, value))
+    public = {}
+    for flag, values in flags.items():
+        for value in as_list(values):
+            if isinstance(value, str):
+                public.setdefault(printable(value), public_value(flag, value))
+    public.pop("", None)
+    for value in sorted(public, key=len, reverse=True):
+        text = text.replace(value, public[value])
     return FOLDERS.sub("", text)
 
 
@@ -90,8 +99,10 @@ def as_text(value: object) -> str:
 def as_code_block(*lines: object) -> str:
     """Every one of `lines` on one line, as a block of code."""
     code = "\n".join(map(printable, lines))
+    fence = "```"
     # The fence is longer than any fence in the code.
-    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
+    while fence in code:
+        fence += "`"
     return f"{fence}\n{code}\n{fence}"
 
 

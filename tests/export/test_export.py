@@ -261,7 +261,7 @@ def test_an_output_folder_that_is_in_use(refused, tmp_path):
 
 # Text of a results.json, or fields of one that are otherwise, and words of the refusal.
 RESULTS = [
-    ("{", "JSON"),
+    ("{", "cannot be read"),
     ("[1]", "no JSON object"),
     ("{}", "schema_version"),
     ('{"schema_version": 1}', "damaged"),

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from hope_hf.common.run_arguments import GROUPS as TRAINING_FLAGS
 from hope_hf.evaluation.flags import GROUPS as EVALUATION_FLAGS
 from hope_hf.export.card import model_card
-from hope_hf.export.facts import _tables, read_training
+from hope_hf.export.facts import _markdown, read_training
 from hope_hf.export.public import SHOWN, as_code_block, as_text, public_command, without_folders
 
 # A shell line, and names that say nothing about the model.
@@ -67,7 +67,7 @@ def test_text_stays_text():
     assert as_text("held_out.txt __init__ _a_") == r"held_out.txt \_\_init\_\_ \_a\_"
     assert as_code_block(NASTY) == "````\na # b <script>|*c*`d` ``` [e](f) &amp;\n````"
     assert as_code_block("a\nb", "c") == "```\na b\nc\n```"
-    table = _tables({f"Text: {NASTY}": [{NASTY: NASTY, "loss_a": 0.5, "loss_a_stderr": 0.25}]}, {}).splitlines()
+    table = _markdown({f"Text: {NASTY}": [{NASTY: NASTY, "loss_a": 0.5, "loss_a_stderr": 0.25}]}, {}).splitlines()
     assert [line.count("|") - line.count(r"\|") for line in table] == [0, 0, 3, 3, 3]
     assert "0.5000 ± 0.2500" in table[-1]
 
