@@ -25,7 +25,13 @@ def matvec(weight, x):
 
 
 def outer(a, b):
+    """`a b^T`: [B, H, o], [B, H, i] -> [B, H, o, i]."""
     return torch.einsum("bho,bhi->bhoi", a, b)
+
+
+def beside(gate):
+    """A gate [B, H] as a factor of matrices: [B, H, 1, 1]."""
+    return gate[..., None, None]
 
 
 class DeltaMemory:
@@ -43,8 +49,9 @@ class DeltaMemory:
 
     def step(self, k, v, eta, alpha, rate, erased):
         """`W = W' + rho eta (v - zeta W' k) k^T` with `W' = W_0 + alpha (W - W_0)`. eta, alpha, zeta: [B, H]."""
-        decayed = self.initial + alpha[..., None, None] * (self.weight - self.initial)
-        self.weight = decayed + rate * eta[..., None, None] * outer(v - erased[..., None] * matvec(decayed, k), k)
+        decayed = self.initial + beside(alpha) * (self.weight - self.initial)
+        error = v - erased[..., None] * matvec(decayed, k)
+        self.weight = decayed + rate * beside(eta) * outer(error, k)
 
     def close_chunk(self):
         self.chunk_start = self.weight
@@ -94,17 +101,17 @@ class PaperMemory:
         alone erases; steps of the layer before it are a tenth.
         """
         layers = self.layer_inputs_and_errors(k, self.target(v))
-        last = len(layers) - 1
         weights = []
         for index, (u, error) in enumerate(layers):
+            is_last = index == len(layers) - 1
             norm = (error.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
             error = error * (ERROR_CLIP / norm).clamp(max=1.0)
-            eta_layer = rate * eta * (INNER_RATE if index < last else 1.0)
-            old, initial = self.weights[index], self.initial[index]
-            new = alpha[..., None, None] * old + (1 - alpha)[..., None, None] * initial
-            if index == last:
-                new = new - eta_layer[..., None, None] * outer(matvec(old, u), u)
-            weights.append(new - eta_layer[..., None, None] * outer(error, u))
+            eta_layer = rate * eta * (1.0 if is_last else INNER_RATE)
+            old = self.weights[index]
+            new = beside(alpha) * old + beside(1 - alpha) * self.initial[index]
+            if is_last:
+                new = new - beside(eta_layer) * outer(matvec(old, u), u)
+            weights.append(new - beside(eta_layer) * outer(error, u))
         self.weights = weights
 
     def close_chunk(self):
@@ -115,8 +122,12 @@ def causal_convolution(weight, history):
     """One token of a depthwise convolution: weight [H * D, 1, K], history: the last K inputs [B, H, D] or fewer."""
     heads = history[-1].shape[1]
     taps = weight.view(heads, -1, weight.shape[-1])
-    reach = taps.shape[-1]
-    return sum(taps[..., reach - 1 - back] * history[-1 - back] for back in range(min(reach, len(history))))
+    # the last tap is that of the token itself
+    last = taps.shape[-1] - 1
+    output = 0
+    for back in range(min(last + 1, len(history))):
+        output = output + taps[..., last - back] * history[-1 - back]
+    return output
 
 
 def make_memories(mixer, batch_size):
@@ -136,6 +147,38 @@ def make_memories(mixer, batch_size):
     return memories, memories.pop("content")
 
 
+def keys_values_queries(mixer, n, makers, history):
+    """Key, value and query [B, H, D] of a token (83); `history` gets what the convolutions read."""
+    heads = mixer.config.num_memory_heads
+    projections = {"k": mixer.k_proj, "v": mixer.v_proj, "q": mixer.q_proj}
+    convolutions = {"k": mixer.k_conv1d, "v": mixer.v_conv1d, "q": mixer.q_conv1d}
+    outputs = []
+    for name, projection in projections.items():
+        projection = mixer.in_proj if projection is None else projection
+        raw = projection(n).view(len(n), heads, -1)
+        if name in makers:
+            # keys and values from the memories at their chunk's start (90)
+            raw = makers[name].at_chunk_start(raw)
+        history[name].append(raw)
+        outputs.append(F.silu(causal_convolution(convolutions[name].weight, history[name])))
+    k, v, q = outputs
+    return unit(k), v, unit(q)
+
+
+def make_gates(mixer, n):
+    """Of a token: eta, alpha, zeta and the norm of values, [B, H] each; without their gates 1 and None."""
+    gates = mixer.gates
+    rate, decay, *more = gates.gate_proj(n).view(len(n), -1, mixer.config.num_memory_heads).unbind(1)
+    eta = mixer.config.memory_learning_rate_max * torch.sigmoid(rate + gates.learning_rate_bias)
+    steepness = 1.0 if gates.A_log is None else gates.A_log.exp()
+    alpha = torch.exp(-F.softplus(decay + gates.dt_bias) * steepness)
+    erased = torch.ones_like(eta)
+    if gates.erase_bias is not None:
+        erased = LEAST_ERASED + (1 - LEAST_ERASED) * torch.sigmoid(more[1] + gates.erase_bias)
+    norm = 2 * torch.sigmoid(more[0] + gates.value_bias) if more else None
+    return eta, alpha, erased, norm
+
+
 def self_modifying_titans(mixer, hidden_states):
     """Output [B, T, hidden_size] of `SelfModifyingTitans` for texts without padding that begin at token 0.
 
@@ -145,35 +188,15 @@ def self_modifying_titans(mixer, hidden_states):
     """
     config = mixer.config
     batch_size, length, _ = hidden_states.shape
-    heads = config.num_memory_heads
     makers, content = make_memories(mixer, batch_size)
     history = {"k": [], "v": [], "q": []}
-    gates = mixer.gates
     outputs = []
     for t in range(length):
         n = hidden_states[:, t]
-
-        # (83): keys and values from the memories at their chunk's start (90)
-        raw = {"q": mixer.q_proj(n).view(batch_size, heads, -1)}
-        for name, projection in (("k", mixer.k_proj), ("v", mixer.v_proj)):
-            projection = mixer.in_proj if projection is None else projection
-            raw[name] = projection(n).view(batch_size, heads, -1)
-            if name in makers:
-                raw[name] = makers[name].at_chunk_start(raw[name])
-        made = {}
-        for name, convolution in (("k", mixer.k_conv1d), ("v", mixer.v_conv1d), ("q", mixer.q_conv1d)):
-            history[name].append(raw[name])
-            made[name] = F.silu(causal_convolution(convolution.weight, history[name]))
-        k, v, q = unit(made["k"]), made["v"], unit(made["q"])
-        b, a, *c = gates.gate_proj(n).view(batch_size, -1, heads).unbind(1)
-        eta = config.memory_learning_rate_max * torch.sigmoid(b + gates.learning_rate_bias)
-        alpha = torch.exp(-F.softplus(a + gates.dt_bias) * (1.0 if gates.A_log is None else gates.A_log.exp()))
-        erased = torch.ones_like(eta)
-        if gates.erase_bias is not None:
-            erased = LEAST_ERASED + (1 - LEAST_ERASED) * torch.sigmoid(c[1] + gates.erase_bias)
-
-        if c:
-            v = 2 * torch.sigmoid(c[0] + gates.value_bias)[..., None] * unit(v)
+        k, v, q = keys_values_queries(mixer, n, makers, history)
+        eta, alpha, erased, norm = make_gates(mixer, n)
+        if norm is not None:
+            v = norm[..., None] * unit(v)
 
         # (88) for every memory, and the read after it (82)
         content.step(k, v, eta, alpha, 1.0, erased)

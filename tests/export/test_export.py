@@ -42,7 +42,9 @@ def test_every_folder_holds_the_same_code(trained_run, exported, converted):
     """What works without the package from one of them works from all."""
     code = {path.name: path.read_bytes() for path in exported.glob("*.py")}
     classes = json.loads((exported / "config.json").read_text())["auto_map"]
-    for folder in (trained_run, trained_run / "checkpoint-2", converted):
+    checkpoint = trained_run / "checkpoint-2"
+    assert {path.parent for path in checkpoint.rglob("*.py")} == {checkpoint}
+    for folder in (trained_run, checkpoint, converted):
         assert {path.name: path.read_bytes() for path in folder.glob("*.py")} == code
         assert json.loads((folder / "config.json").read_text())["auto_map"] == classes
 
