@@ -1,7 +1,6 @@
 """`hope-hf chat`: files, lines and commands, the memory's folder, and one sentence for each mistake."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,18 +40,12 @@ def test_files_and_messages_are_read_and_the_memory_is_saved(chat, book, tmp_pat
     assert [message["content"] for message in found["messages"]][::2] == ["w20 w21", "w22"]
 
 
-@pytest.mark.processes
-def test_a_memory_continues_in_another_process(folder, tmp_path, warm_python):
-    def answered(memory: str, *prompts: str) -> str:
-        words = ["-m", "hope_hf", "chat", str(folder), "--learn", "--memory", memory, "--prompt", *prompts]
-        # the draws of a process begin anew, so the likeliest tokens are taken
-        words += ["--max_new_tokens", "6", "--do_sample", "false"]
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    whole = answered("one", "w10 w11", "w12 w13 w14", "w15")
-    assert answered("two", "w10 w11") + answered("two", "w12 w13 w14", "w15") == whole
+def test_a_memory_continues_in_another_session(chat, tmp_path):
+    # the draws of a session begin anew, so the likeliest tokens are taken
+    words = ["--learn", "--do_sample", "false", "--memory"]
+    whole = chat(*words, tmp_path / "one", "--prompt", "w10 w11", "w12 w13 w14", "w15")[1]
+    first = chat(*words, tmp_path / "two", "--prompt", "w10 w11")[1]
+    assert first + chat(*words, tmp_path / "two", "--prompt", "w12 w13 w14", "w15")[1] == whole
     one, two = (load_file(tmp_path / name / "hope_cache.safetensors") for name in ("one", "two"))
     # a tensor of a file lies otherwise in memory, and sums round otherwise
     torch.testing.assert_close(two, one, atol=1e-6, rtol=0)
@@ -260,18 +253,6 @@ def test_a_conversation_that_cannot_be_is_refused(chat, tmp_path):
 
 
 def test_wrong_flags_are_refused(chat):
-    for words in (
-        ["--compare"],
-        ["--learn_generated"],
-        ["--temperature", "2", "--do_sample", "false"],
-        ["--memory_dtype", "int8"],
-        ["--file", "missing.txt"],
-        ["--temprature", "2"],
-    ):
-        assert words[0].replace("temprature", "temperature") in refused(chat(*words))
-
-
-def test_answers_are_drawn_with_the_seed(chat):
-    drawn = {chat("--temperature", "5", "--seed", seed, "--prompt", "w10")[1] for seed in (1, 1, 2, 3)}
-    assert len(drawn) == 3
-    assert chat("--seed", 1, "--prompt", "w10")[1] == chat("--seed", 2, "--prompt", "w10")[1]
+    for flag, words in (("--compare", ["--compare"]), ("--file", ["--file", "missing.txt"])):
+        assert flag in refused(chat(*words))
+    assert "--temperature" in refused(chat("--temprature", "2"))

@@ -69,6 +69,7 @@ def test_sampling_flags_are_those_of_transformers(complete, model, tokenizer):
 def test_mistakes_are_one_sentence(complete):
     for words, match in (
         (["--top_k", "2", "--do_sample", "false"], "--top_k is for drawn tokens"),
+        (["--temperature", "2", "--do_sample", "false"], "--temperature is for drawn tokens"),
         (["--learn_generated"], "add --learn"),
         (["--memory_dtype", "int8"], "add --memory FOLDER"),
         (["--prompt", " "], "--prompt"),

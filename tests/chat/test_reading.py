@@ -86,15 +86,6 @@ def test_reading_is_undone(conversation):
     assert talk.cache.get_seq_length() == HopeCache(talk.model.config).rollback(before).get_seq_length()
 
 
-def test_long_texts_show_a_line_of_progress(conversation, monkeypatch, capsys):
-    monkeypatch.setattr(reading, "LOG_SECONDS", 0)
-    monkeypatch.setattr("hope_hf.common.program.LOG_SECONDS", 0)
-    reading.read_text(conversation(learn=True), "some/book.txt", TEXT, compare=True)
-    assert re.search(
-        r"^book.txt: \d+ of 90 tokens, .*[\d.]+ levels learn, [\d.]+ frozen$", capsys.readouterr().err, re.M
-    )
-
-
 @pytest.mark.parametrize("text", ["w1", "w1 " * 401])
 def test_texts_too_short_or_long_are_refused(conversation, text):
     talk = conversation()

@@ -2,10 +2,12 @@
 
 import gguf
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 # heads, heads of keys, channels of a head, and the rest
 SIZES = dict(heads=4, key_heads=2, head_dim=8, hidden=32, units=48, layers=2, vocab=64)
-ARRAYS = {"attn_q": "heads", "attn_k": "key_heads", "attn_v": "key_heads"}
 WORDS = ["w", *"0123456789", *(f"w{index}" for index in range(51)), "<eos>", "<pad>"]
 BASE = 1e4
 
@@ -50,55 +52,49 @@ class Gguf:
         writer.write_tensors_to_file()
         writer.close()
 
+    @torch.no_grad()
     def logits(self, ids, frequencies=None, scale: float = 1.0, window: int | None = None) -> np.ndarray:
         """Logits [T, V] of token ids [T], in float64.
 
         `frequencies`: radians a token [head_dim / 2] (`None`: those of the base); `scale`: of cosines and sines;
         `window`: tokens that each sees.
         """
-        tensors = {name: array.astype(np.float64) for name, array in self.tensors.items()}
-        hidden = tensors["token_embd.weight"][ids]
-        length = len(ids)
-        distance = np.arange(length)[:, None] - np.arange(length)
-        hides = (distance < 0) | (distance >= (window or length))
-        frequencies = plain_frequencies(self.sizes["head_dim"]) if frequencies is None else np.asarray(frequencies)
-        angles = np.arange(length)[:, None, None] * frequencies
-        turns = scale * np.cos(angles), scale * np.sin(angles)
+        weights = {name: torch.from_numpy(array).double() for name, array in self.tensors.items()}
+        position = torch.arange(len(ids))
+        distance = position[:, None] - position
+        sees = (distance >= 0) & (distance < (window or len(ids)))
+        if frequencies is None:
+            frequencies = plain_frequencies(self.sizes["head_dim"])
+        angles = position[:, None] * torch.as_tensor(frequencies)
+        turns = torch.polar(torch.full_like(angles, scale), angles)
+        hidden = weights["token_embd.weight"][ids]
         for layer in range(self.sizes["layers"]):
-            block = {name.removeprefix(f"blk.{layer}."): array for name, array in tensors.items()}
-            hidden = hidden + self._attention(block, _norm(hidden, block["attn_norm.weight"]), turns, hides)
+            block = {name.removeprefix(f"blk.{layer}."): weight for name, weight in weights.items()}
+            hidden = hidden + self._attention(block, _norm(hidden, block["attn_norm.weight"]), turns, sees)
             read = _norm(hidden, block["ffn_norm.weight"])
-            gate = _map(block, "ffn_gate", read)
-            hidden = hidden + _map(block, "ffn_down", gate / (1 + np.exp(-gate)) * _map(block, "ffn_up", read))
-        head = tensors.get("output.weight", tensors["token_embd.weight"])
-        return _norm(hidden, tensors["output_norm.weight"]) @ head.T
+            units = F.silu(_map(block, "ffn_gate", read)) * _map(block, "ffn_up", read)
+            hidden = hidden + _map(block, "ffn_down", units)
+        head = weights.get("output.weight", weights["token_embd.weight"])
+        return (_norm(hidden, weights["output_norm.weight"]) @ head.T).numpy()
 
-    def _attention(self, block, read, turns, hides) -> np.ndarray:
-        width = self.sizes["head_dim"]
-        query, key, value = (_map(block, name, read).reshape(len(read), -1, width) for name in ARRAYS)
+    def _attention(self, block, read, turns, sees) -> Tensor:
+        heads = (-1, self.sizes["head_dim"])
+        query = _map(block, "attn_q", read).unflatten(-1, heads).transpose(0, 1)
+        key = _map(block, "attn_k", read).unflatten(-1, heads).transpose(0, 1)
+        value = _map(block, "attn_v", read).unflatten(-1, heads).transpose(0, 1)
         if "attn_q_norm.weight" in block:
             query, key = _norm(query, block["attn_q_norm.weight"]), _norm(key, block["attn_k_norm.weight"])
-        query, key = self._turned(query, *turns), self._turned(key, *turns)
-        group = self.sizes["heads"] // self.sizes["key_heads"]
-        key, value = key.repeat(group, axis=1), value.repeat(group, axis=1)
-        scores = np.einsum("qhd,khd->hqk", query, key) / width**0.5
-        scores[:, hides] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        read_out = np.einsum("hqk,khd->qhd", weights, value).reshape(len(read), -1)
-        return _map(block, "attn_output", read_out)
+        query, key = self._turned(query, turns), self._turned(key, turns)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, enable_gqa=True)
+        return _map(block, "attn_output", output.transpose(0, 1).flatten(1))
 
-    def _turned(self, heads, cosines, sines) -> np.ndarray:
+    def _turned(self, heads, turns) -> Tensor:
         """Rotary positions: Llama's pairs are neighbours, and Qwen's lie half a head apart."""
-        half = self.sizes["head_dim"] // 2
         if self.architecture == "llama":
-            first, second = slice(0, None, 2), slice(1, None, 2)
-        else:
-            first, second = slice(None, half), slice(half, None)
-        turned = np.empty_like(heads)
-        turned[..., first] = heads[..., first] * cosines - heads[..., second] * sines
-        turned[..., second] = heads[..., second] * cosines + heads[..., first] * sines
-        return turned
+            pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * turns).flatten(-2)
+        turned = torch.complex(*heads.chunk(2, dim=-1)) * turns
+        return torch.cat([turned.real, turned.imag], dim=-1)
 
     def _random(self, biases, tied) -> dict[str, np.ndarray]:
         size = self.sizes
@@ -156,9 +152,9 @@ def _add(writer, name: str, value) -> None:
     add.get(type(value), writer.add_array)(name, value)
 
 
-def _norm(values, weight, epsilon: float = 1e-5) -> np.ndarray:
-    return values / np.sqrt((values**2).mean(-1, keepdims=True) + epsilon) * weight
+def _norm(values: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(values, weight.shape, weight, eps=1e-5)
 
 
-def _map(block, name: str, values) -> np.ndarray:
-    return values @ block[f"{name}.weight"].T + block.get(f"{name}.bias", 0.0)
+def _map(block, name: str, values: Tensor) -> Tensor:
+    return F.linear(values, block[f"{name}.weight"], block.get(f"{name}.bias"))
