@@ -118,9 +118,10 @@ def test_lora_trains_reloads_and_merges(every_kind, rows, tmp_path, targets):
     assert merged.generate(random_ids(2, 5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
 
 
-def test_shadow_peft_trains_and_generates_with_its_cache(every_kind, rows, tmp_path):
+def test_shadow_peft_trains_and_generates_with_its_cache(tiny_model, rows, tmp_path):
     """It wraps every block, and reads the text by a second, shallower HOPE as well."""
-    model = get_peft_model(every_kind(), ShadowConfig(r=4, task_type="CAUSAL_LM"))
+    base = tiny_model(layer_types=["hope_memory", "sparse_attention"])
+    model = get_peft_model(base, ShadowConfig(r=4, task_type="CAUSAL_LM"))
     trained = {n: p.clone() for n, p in model.named_parameters() if "shadow_backbone" in n or "shadow_up." in n}
     Trainer(model, arguments(tmp_path, eval_strategy="no"), train_dataset=rows).train()
     for name, weight in trained.items():

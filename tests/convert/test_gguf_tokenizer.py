@@ -1,9 +1,10 @@
 """The ids of a GGUF's vocabulary are those of the original tokenizer."""
 
 import json
+from itertools import pairwise
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from hope_hf.convert.gguf_tokenizer import SPACE, Vocabulary
@@ -31,14 +32,14 @@ def test_digits_stand_alone_in_a_smollm_vocabulary():
     original = Tokenizer(BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     original.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    original.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=330, show_progress=False, initial_alphabet=alphabet, special_tokens=["<|im_start|>", "<|im_end|>"]
+        vocab_size=330,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"],
     )
     original.train_from_iterator([TEXT, "the ships, the  counts\n\n"] * 9, trainer)
-    by_id = sorted(original.get_vocab().items(), key=lambda item: item[1])
-    tokens = [token for token, _ in by_id]
+    tokens = sorted(original.get_vocab(), key=original.token_to_id)
     merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
     known = dict(tokens=tokens, merges=merges, token_type=[3, 3] + [1] * (len(tokens) - 2), eos_token_id=1)
     made = byte_level("smollm", **known)
@@ -99,19 +100,22 @@ SCORES = [0.0] * 259 + [-float(index) for index in range(len(PIECES) - 259)]
 def merged_best_first(text, prefix):
     """SentencePiece's rule: of all neighbours that make a piece, the best are joined, until there are none."""
     symbols = list((SPACE if prefix and text else "") + text.replace(" ", SPACE))
-    score = dict(zip(PIECES[259:], SCORES[259:], strict=True))
+    # the first piece has the best score
+    ordinary = PIECES[259:]
     while True:
-        found = [
-            (-score[left + right], place)
-            for place, (left, right) in enumerate(zip(symbols, symbols[1:], strict=False))
-            if left + right in score
-        ]
-        if not found:
+        joined = [left + right for left, right in pairwise(symbols)]
+        known = [piece for piece in joined if piece in ordinary]
+        if not known:
             break
-        _, place = min(found)
-        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
-    ids = [[PIECES.index(symbol)] if symbol in score else [3 + byte for byte in symbol.encode()] for symbol in symbols]
-    return [token for piece in ids for token in piece]
+        place = joined.index(min(known, key=ordinary.index))
+        symbols[place : place + 2] = [joined[place]]
+    ids = []
+    for symbol in symbols:
+        if symbol in ordinary:
+            ids.append(PIECES.index(symbol))
+        else:
+            ids += [3 + byte for byte in symbol.encode()]
+    return ids
 
 
 @pytest.mark.parametrize("prefix", [True, False])
