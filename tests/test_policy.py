@@ -10,6 +10,7 @@ import pkgutil
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,11 @@ def python_files() -> list[str]:
     """Every source of the package and every program, as paths from the repository's root."""
     files = [*ROOT.glob("*.py"), *(ROOT / "hope_hf").rglob("*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), file)
 
 
 def room_of(file: str) -> str:
@@ -299,25 +305,29 @@ def test_every_file_is_examined_and_every_room_known():
 def test_every_room_is_on_the_lowest_floor_that_its_imports_allow():
     found = {}
     for file in python_files():
-        rooms = {room for _, room in imported_rooms(file, ast.parse((ROOT / file).read_text(), file))}
+        rooms = {room for _, room in imported_rooms(file, tree_of(file))}
         found.setdefault(room_of(file), set()).update(rooms - {room_of(file)})
     for lower, rooms in zip(FLOORS, FLOORS[1:], strict=False):
         assert [room for room in rooms if not found[room] & lower] == []
 
 
-def circle(sources: dict[str, str]) -> list[str]:
+def circle(sources: dict[str, ast.Module]) -> list[str]:
     """Files whose imports, also those inside functions, go round in a circle; empty if there is none."""
+
+    def file_of(module: str) -> str | None:
+        path = module.replace(".", "/")
+        return next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in sources), None)
+
     graph = {}
-    for file, source in sources.items():
-        graph[file] = set()
-        for _, _, module, names in imports(file, ast.parse(source, file)):
-            modules = [f"{module}.{name}" for name in names or ()]
-            paths = [[f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py")] for name in modules]
-            siblings = [path for both in paths for path in both if path in sources]
+    for file, tree in sources.items():
+        imported = set()
+        for _, _, module, names in imports(file, tree):
+            siblings = [file_of(f"{module}.{name}") for name in names or ()]
             # Where every imported name is a file, the package's own file is not needed.
-            whole = [] if siblings and len(siblings) == len(modules) else [module]
-            own = [f"{name.replace('.', '/')}{end}" for name in whole for end in (".py", "/__init__.py")]
-            graph[file] |= {*siblings, *own} & sources.keys() - {file}
+            if not siblings or None in siblings:
+                siblings.append(file_of(module))
+            imported.update(siblings)
+        graph[file] = imported - {file, None}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -326,84 +336,45 @@ def circle(sources: dict[str, str]) -> list[str]:
 
 
 def test_no_imports_go_round_in_a_circle():
-    assert circle({file: (ROOT / file).read_text() for file in python_files()}) == []
+    assert circle({file: tree_of(file) for file in python_files()}) == []
 
 
-@pytest.mark.parametrize("back", ["from .a import f", "def g():\n    from . import a", "import hope_hf.plan.a"])
-def test_a_circle_of_files_is_found(back):
-    sources = {"hope_hf/plan/a.py": "from .b import g", "hope_hf/plan/b.py": back, "hope_hf/plan/__init__.py": ""}
+def test_a_circle_of_files_is_found():
+    first, second, empty = map(ast.parse, ("from .b import g", "def g():\n    from . import a", ""))
+    sources = {"hope_hf/plan/a.py": first, "hope_hf/plan/b.py": second, "hope_hf/plan/__init__.py": empty}
     assert set(circle(sources)) == {"hope_hf/plan/a.py", "hope_hf/plan/b.py"}
-    assert circle(sources | {"hope_hf/plan/b.py": "from . import c", "hope_hf/plan/c.py": ""}) == []
+    assert circle(sources | {"hope_hf/plan/b.py": empty}) == []
 
 
 @pytest.mark.parametrize("rule", [*RULES, imports_no_test], ids=lambda rule: rule.__name__)
 def test_sources_keep_the_rule(rule):
     files = files_of_tests() if rule is imports_no_test else python_files()
-    breaches = [breach for file in files for breach in rule(file, ast.parse((ROOT / file).read_text(), file))]
-    assert breaches == []
+    assert [breach for file in files for breach in rule(file, tree_of(file))] == []
 
 
 BROKEN = [
     (imports_only_what_its_room_may, "hope_hf/model/x.py", "import numpy"),
-    (imports_only_what_its_room_may, "hope_hf/model/x.py", "def f():\n    import matplotlib"),
     (imports_only_what_its_room_may, "hope_hf/model/x.py", "from ..optim import LevelClock"),
-    (imports_only_what_its_room_may, "hope_hf/model/x.py", "from hope_hf.optim import LevelClock"),
-    (imports_only_what_its_room_may, "hope_hf/reference.py", "from .model.memory_scan import unit"),
-    (imports_only_what_its_room_may, "hope_hf/reference.py", "import transformers"),
-    (imports_only_what_its_room_may, "hope_hf/optim/x.py", "import hope_hf"),
     (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    import accelerate.utils"),
-    (imports_only_what_its_room_may, "hope_hf/data/x.py", "from accelerate import Accelerator"),
-    (imports_only_what_its_room_may, "hope_hf/data/x.py", "from ..training import main"),
     (imports_only_what_its_room_may, "hope_hf/training/x.py", "from hope_hf.model.cache_hope import HopeCache"),
-    (imports_only_what_its_room_may, "hope_hf/training/x.py", "from hope_hf import model"),
     (imports_only_what_its_room_may, "hope_hf/training/x.py", "import hope_hf\nhope_hf.model.cache_hope"),
-    (imports_only_what_its_room_may, "hope_hf/training/x.py", "import hope_hf.reference"),
-    (imports_only_what_its_room_may, "hope_hf/training/x.py", "import scipy"),
-    (imports_only_what_its_room_may, "hope_hf/__init__.py", "from .training import main"),
-    (imports_only_what_its_room_may, "hope_hf/export/x.py", "from hope_hf.training import main"),
-    (imports_only_what_its_room_may, "hope_hf/common/x.py", "from hope_hf.data import Data"),
-    (imports_only_what_its_room_may, "run_clm.py", "import torch"),
-    (imports_only_lower_floors, "hope_hf/common/x.py", "from hope_hf.plan import StepOptions"),
     (imports_only_lower_floors, "hope_hf/plan/x.py", "def f():\n    from hope_hf.training import main"),
-    (imports_only_lower_floors, "hope_hf/training/x.py", "from run_clm import main"),
-    (imports_only_lower_floors, "hope_hf/model/x.py", "import hope_hf"),
     (imports_only_lower_floors, "hope_hf/common/x.py", "from ..data import Data"),
     (imports_the_faces_of_other_rooms, "hope_hf/evaluation/x.py", "from hope_hf.data.files import find_files"),
-    (imports_the_faces_of_other_rooms, "hope_hf/training/x.py", "from hope_hf.plan.memory import memory"),
-    (imports_only_what_its_room_may, "hope_hf/plan/x.py", "from hope_hf.training import main"),
-    (imports_only_what_its_room_may, "hope_hf/common/x.py", "def f():\n    from hope_hf.training import main"),
-    (imports_the_faces_of_other_rooms, "run_clm.py", "from hope_hf.training.run import main"),
-    (imports_heavy_packages_late, "hope_hf/training/x.py", "import wandb"),
-    (imports_heavy_packages_late, "hope_hf/model/x.py", "import triton"),
-    (imports_heavy_packages_late, "hope_hf/model/x.py", "import fla"),
-    (imports_only_what_its_room_may, "hope_hf/optim/x.py", "def f():\n    from hope_hf.plan import plan_running"),
     (imports_heavy_packages_late, "hope_hf/training/x.py", "class A:\n    from matplotlib import pyplot"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from . import continuum"),
-    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from .kernels.scan import scan"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from ..reference import Memory"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from hope_hf.model.continuum import LearnedRates"),
-    (imports_flat_siblings_in_the_model, "hope_hf/model/x.py", "from __future__ import annotations"),
     (imports_flat_siblings_in_the_model, "hope_hf/model/kernels/x.py", ""),
     (imports_by_name, "hope_hf/model/x.py", "import importlib\nimportlib.import_module('hope_hf.optim')"),
-    (imports_by_name, "hope_hf/data/x.py", "eval('1')"),
     (imports_by_name, "hope_hf/data/x.py", "from torch import *"),
     (pickles_nothing, "hope_hf/training/x.py", "def f():\n    import pickle"),
-    (pickles_nothing, "hope_hf/training/x.py", "from torch import load"),
-    (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.load(path)"),
     (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.load(path, weights_only=flag)"),
-    (pickles_nothing, "hope_hf/training/x.py", "import torch\ntorch.save({}, path)"),
-    (pickles_nothing, "hope_hf/training/x.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
     (pickles_nothing, "hope_hf/data/x.py", "load_dataset(name, trust_remote_code=True)"),
-    (works_without_asserts, "hope_hf/data/x.py", "assert found.pop() == 1"),
-    (works_without_asserts, "hope_hf/optim/x.py", "assert periods.setdefault(level, period) == period"),
     (works_without_asserts, "hope_hf/data/x.py", "assert (first := rows[0]) == 1"),
-    (works_without_asserts, "hope_hf/data/x.py", "assert next(rows) == 1"),
     (works_without_asserts, "hope_hf/optim/x.py", "assert gradient.zero_().any()"),
-    (names_no_machine, "hope_hf/data/x.py", "PATH = '/home/me/books'"),
     (names_no_machine, "hope_hf/data/x.py", '"""Reads /tmp/books."""'),
     (imports_no_test, "tests/data/x.py", "from test_loader import batches"),
-    (imports_no_test, "tests/data/x.py", "def f():\n    import tests.data.test_loader"),
-    (imports_no_test, "tests/data/x.py", "from . import test_loader"),
 ]
 
 
@@ -419,9 +390,6 @@ def test_every_rule_can_be_broken(rule, file, source):
         ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LearnedRates"),
         ("hope_hf/training/x.py", "from hope_hf import HopeCache\nfrom hope_hf.data import Data\nfrom .run import f"),
         ("hope_hf/training/x.py", "def plot():\n    from matplotlib.figure import Figure"),
-        ("hope_hf/training/x.py", "from hope_hf.plan import plan_running\nfrom hope_hf.common.flops import f"),
-        ("hope_hf/training/x.py", "import hope_hf\nhope_hf.HopeConfig\ntorch.load(path, weights_only=True)"),
-        ("run_clm.py", "import sys\nfrom hope_hf.training import main"),
     ],
 )
 def test_what_is_allowed_breaks_no_rule(file, source):

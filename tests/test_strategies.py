@@ -9,7 +9,6 @@ from hope_hf.plan.launch import STRATEGIES, Launch
 from hope_hf.plan.traffic import traffic
 
 pytestmark = pytest.mark.benchmarks
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -17,23 +16,17 @@ def call(name: str, *dims) -> dict:
     return {"cat": "cpu_op", "name": f"c10d::{name}", "args": {"Input Dims": [*dims]}}
 
 
-def test_every_launch_file_has_a_row_and_what_it_is_compared_with_comes_first(tmp_path):
-    found = strategies(tmp_path)
-    files = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
-    assert found.keys() == files | {KEPT} and [*found][:3] == ["single", "single_bf16", "ddp"]
-    launch, _ = plan(found[KEPT], 2, 1, ["--config_name", "tiny"])
+def test_every_launch_file_has_a_row(tmp_path):
+    rows = strategies(tmp_path)
+    assert rows.keys() == {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")} | {KEPT}
+    launch, _ = plan(rows[KEPT], 2, 1, ["--config_name", "tiny"])
     assert launch.strategy.keeps_gathered
-    assert plan(found["fsdp_hybrid"], 2, 1, ["--config_name", "tiny"]) is None
 
 
 def test_the_collectives_of_a_step_make_the_traffic_of_the_arithmetic():
     ddp = Launch(STRATEGIES["ddp"], 4, 1)
     assert sent_bytes([call("allreduce_", [[300], [20, 5]])], ddp) == traffic(400, ddp).total
-    full = Launch(STRATEGIES["full_shard"], 4, 4)
-    gathered = [call("_allgather_base_", [400], [100]), call("allgather_", [], [[100]])]
-    reduced = [call("_reduce_scatter_base_", [100], [400]), {"cat": "cpu_op", "name": "aten::mm"}]
-    assert sent_bytes(gathered + reduced, full) == traffic(400, full).total
     hybrid = Launch(STRATEGIES["hybrid_shard"], 4, 2)
-    both = [call("_allgather_base_", [400], [200])] * 2
-    both += [call("_reduce_scatter_base_", [200], [400]), call("allreduce_", [[200]])]
-    assert sent_bytes(both, hybrid) == traffic(400, hybrid).total
+    calls = [call("_allgather_base_", [400], [200]), call("allgather_", [], [[200]])]
+    calls += [call("_reduce_scatter_base_", [200], [400]), call("allreduce_", [[200]])]
+    assert sent_bytes([*calls, {"cat": "cpu_op", "name": "aten::mm"}], hybrid) == traffic(400, hybrid).total
