@@ -9,23 +9,56 @@ step. Attention is sdpa or flash attention, whose kernels never hold heads x tok
 - cast (FSDP): blocks have 2-byte weights and inputs.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 from hope_hf.common.recompute import MIXERS, Recomputed
 
 from .launch import Launch
 from .shapes import Shapes
 
-Mode = Literal["fp32", "autocast", "cast"]
-# By mode, bytes of a number of the residual stream, and of a number that a matrix is multiplied with.
-STREAM = {"fp32": 4, "autocast": 4, "cast": 2}
-LOW = {"fp32": 4, "autocast": 2, "cast": 2}
 # Bytes per token and vocabulary entry in the loss's backward pass: the log-softmax, its gradient and the gradient of
 # its input, all fp32.
 LOSS_BYTES = 12
 # Tensors that transformers' GELU in plain operations saves: input, half the input, tanh, 1 + tanh and the product.
 GELU_TENSORS = 5
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How numbers are stored.
+
+    Attributes:
+        stream: bytes of a number of the residual stream.
+        low: bytes of a number that a matrix is multiplied with.
+    """
+
+    stream: int
+    low: int
+
+    @property
+    def is_autocast(self) -> bool:
+        return self.low < self.stream
+
+    def norm(self, width: int, is_fused: bool = False) -> int:
+        """Bytes per token: input, normalised input and output of an RMS norm; fused, without the normalised input."""
+        # Under autocast the linear layers that read the output keep their casts instead.
+        kept = 12 * width if self == FP32 else 8 * width
+        return kept - 4 * width if is_fused and self != CAST else kept
+
+    def casts(self, width: int, readers: int) -> int:
+        """Bytes per token: casts of an input that `readers` linear layers read."""
+        return 2 * width * readers if self.is_autocast else 0
+
+    def block(self, width: int, tokens: int, rest: int, mixer: int, of_batch: int = 0) -> "Block":
+        """A block whose mixer reads a norm's output; `rest`, `mixer`: bytes per token; `of_batch`: the mixer's."""
+        mixer_input = 4 * width if self.is_autocast else 0
+        return Block(tokens * rest, tokens * mixer + of_batch, tokens * mixer_input)
+
+
+FP32, AUTOCAST, CAST = Mode(4, 4), Mode(4, 2), Mode(2, 2)
 
 
 @dataclass(frozen=True)
@@ -69,8 +102,8 @@ class Activations:
 def mode_of(launch: Launch) -> Mode:
     """The mode of a launch."""
     if launch.precision == "no":
-        return "fp32"
-    return "cast" if launch.strategy.engine.startswith("fsdp") and launch.strategy.gathers else "autocast"
+        return FP32
+    return CAST if launch.strategy.engine.startswith("fsdp") and launch.strategy.gathers else AUTOCAST
 
 
 def activations(
@@ -78,99 +111,92 @@ def activations(
 ) -> Activations:
     """The activations of a batch; a `recomputed` part keeps only its inputs."""
     mode, tokens = mode_of(launch), batch_size * block_size
-    low = LOW[mode]
     width = getattr(config, "n_embd", None) or config.hidden_size
-    layers = {"hope": _hope, "llama": _llama, "mistral": _llama, "gpt2": _gpt2}.get(config.model_type)
-    if layers is None:
-        blocks = _by_matrices(shapes, tokens, low)
-    else:
-        blocks = layers(config, mode, batch_size, block_size)
-    inputs = tokens * width * STREAM[mode]
-    kept = in_backward = 0
+    formula = FORMULAS.get(config.model_type, partial(_by_matrices, shapes))
+    blocks = formula(config, mode, batch_size, block_size)
+    kept = in_backward = one_block = 0
     for index, block in enumerate(blocks):
         again = 0
         if recomputed.part == "mixer":
-            kept, again = kept + block.rest + block.mixer_input, block.mixer
+            kept += block.rest + block.mixer_input
+            again = block.mixer
         elif recomputed.part == "block" and index % recomputed.every == 0:
-            kept, again = kept + inputs, block.whole
+            kept += tokens * width * mode.stream
+            again = block.whole
         else:
             kept += block.whole
         in_backward = max(in_backward, kept + again)
-    loss = tokens * width * (2 * 4 + low)
+        one_block = max(one_block, block.whole)
+    loss = tokens * width * (2 * 4 + mode.low)
     if config.model_type == "hope":
-        loss += config.vocab_size * _loss_without_logits(width, tokens, mode)
+        # No whole logits: the head's gradient, and the logits of a chunk with their normalisation in fp32.
+        chunk = min(width // 2, tokens)
+        loss += config.vocab_size * (4 * width + chunk * (8 if mode == FP32 else 6))
     else:
         loss += config.vocab_size * LOSS_BYTES * tokens
-    copies = 2 * shapes.matrices if mode == "autocast" else 0
-    one_block = max((block.whole for block in blocks), default=0)
-    return Activations(kept, one_block, in_backward, loss, copies, layers is None)
-
-
-def _loss_without_logits(width: int, tokens: int, mode: Mode) -> int:
-    """Bytes per vocabulary entry: the head's gradient, and the logits of a chunk with their normalisation in fp32."""
-    return 4 * width + min(width // 2, tokens) * (8 if mode == "fp32" else 6)
-
-
-def _norm(width: int, mode: Mode, fused: bool = False) -> int:
-    """Bytes per token: input, normalised input and output of an RMS norm; fused, without the normalised input."""
-    # Under autocast the linear layers that read the output keep their casts instead.
-    kept = 12 * width if mode == "fp32" else 8 * width
-    return kept - 4 * width if fused and mode != "cast" else kept
-
-
-def _casts(width: int, mode: Mode, readers: int) -> int:
-    """Bytes per token: casts of an input that `readers` linear layers read."""
-    return 2 * width * readers if mode == "autocast" else 0
+    return Activations(
+        blocks=kept,
+        one_block=one_block,
+        in_backward=in_backward,
+        loss=loss,
+        weight_copies=2 * shapes.matrices if mode.is_autocast else 0,
+        is_estimate=config.model_type not in FORMULAS,
+    )
 
 
 def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, low = config.hidden_size, LOW[mode]
-    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    width, head = config.hidden_size, _head_dim(config)
     heads, groups = config.num_attention_heads * head, config.num_key_value_heads * head
-    attention = _casts(width, mode, 3) + low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
-    rest = 2 * _norm(width, mode) + _casts(width, mode, 2) + low * 4 * config.intermediate_size
-    return [_block(width, mode, batch_size * block_size, rest, attention)] * config.num_hidden_layers
-
-
-def _block(width: int, mode: Mode, tokens: int, rest: int, attention: int, scan: int = 0) -> Block:
-    """A block whose mixer reads a norm's output; `rest`, `attention`: bytes per token; `scan`: per batch."""
-    return Block(tokens * rest, tokens * attention + scan, tokens * 4 * width if mode == "autocast" else 0)
+    mixer = mode.casts(width, 3) + mode.low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
+    rest = 2 * mode.norm(width) + mode.casts(width, 2) + mode.low * 4 * config.intermediate_size
+    return [mode.block(width, batch_size * block_size, rest, mixer)] * config.num_hidden_layers
 
 
 def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, low = config.n_embd, LOW[mode]
-    hidden = config.n_inner or 4 * width
+    width, hidden = config.n_embd, config.n_inner or 4 * config.n_embd
     # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
-    norms = 2 * width * (STREAM[mode] + low)
-    cast = _casts(width, mode, 1)
+    norms = 2 * width * (mode.stream + mode.low)
+    cast = mode.casts(width, 1)
+    dropped = width if config.resid_pdrop else 0
     # Kept: one tensor of query, key and value; contiguous copies of query and key; attention's output twice.
-    attention = low * width * 6 + 4 * config.n_head
-    mask = width if config.resid_pdrop else 0
-    rest = norms - cast + low * GELU_TENSORS * hidden + mask
-    return [_block(width, mode, batch_size * block_size, rest, attention + mask + cast)] * config.n_layer
+    mixer = mode.low * width * 6 + 4 * config.n_head + dropped + cast
+    rest = norms - cast + mode.low * GELU_TENSORS * hidden + dropped
+    return [mode.block(width, batch_size * block_size, rest, mixer)] * config.n_layer
 
 
 def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    tokens, width, low = batch_size * block_size, config.hidden_size, LOW[mode]
-    norm = _norm(width, mode, fused=True)
-    rest = norm + sum(norm + _casts(width, mode, 2) + low * 4 * hidden for hidden in config.level_intermediate_sizes)
-    # Parallel levels keep their outputs for the gradient of the mixing weights.
-    rest += low * width * len(config.level_periods) if config.levels.keeps_outputs else 0
+    tokens, width = batch_size * block_size, config.hidden_size
+    norm = mode.norm(width, is_fused=True)
+    rest = norm
+    for hidden in config.level_intermediate_sizes:
+        rest += norm + mode.casts(width, 2) + mode.low * 4 * hidden
+    if config.levels.keeps_outputs:
+        # Parallel levels keep their outputs for the gradient of the mixing weights.
+        rest += mode.low * width * len(config.level_periods)
     blocks = {}
     for mixer in set(config.mixers):
-        kept = mixer.kept_bytes(config, batch_size, block_size, low)
-        blocks[mixer] = _block(width, mode, tokens, rest, _casts(width, mode, mixer.input_readers), kept)
+        of_batch = mixer.kept_bytes(config, batch_size, block_size, mode.low)
+        blocks[mixer] = mode.block(width, tokens, rest, mode.casts(width, mixer.input_readers), of_batch)
     return [blocks[mixer] for mixer in config.mixers]
 
 
-def _by_matrices(shapes: Shapes, tokens: int, low: int) -> list[Block]:
+Formula = Callable[[object, Mode, int, int], list[Block]]
+FORMULAS: dict[str, Formula] = {"hope": _hope, "llama": _llama, "mistral": _llama, "gpt2": _gpt2}
+
+
+def _by_matrices(shapes: Shapes, config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     """An estimate for other architectures: the input and the output of every matrix."""
-    sizes: dict[int, list[int]] = {}
+    rest, mixers = Counter(), Counter()
     for weight in shapes.weights:
-        if isinstance(weight.unit, int) and len(weight.shape) == 2:
-            in_mixer = not MIXERS.isdisjoint(weight.name.split("."))
-            sizes.setdefault(weight.unit, [0, 0])[in_mixer] += tokens * low * sum(weight.shape)
-    return [Block(*size) for size in sizes.values()]
+        if weight.is_in_block and len(weight.shape) == 2:
+            is_of_mixer = not MIXERS.isdisjoint(weight.name.split("."))
+            sizes = mixers if is_of_mixer else rest
+            sizes[weight.unit] += batch_size * block_size * mode.low * sum(weight.shape)
+    return [Block(rest[index], mixers[index]) for index in sorted(rest | mixers)]
+
+
+def _head_dim(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def cache_bytes(config, tokens: int) -> int | None:
@@ -181,11 +207,10 @@ def cache_bytes(config, tokens: int) -> int | None:
     if config.model_type == "hope":
         return sum(mixer.cache_bytes(config, tokens) for mixer in config.mixers)
     window = getattr(config, "sliding_window", None)
-    read = {"full_attention": tokens, "sliding_attention": min(tokens, window or tokens)}
+    tokens_of = {"full_attention": tokens, "sliding_attention": min(tokens, window or tokens)}
     every = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
-    if not hasattr(config, "num_attention_heads") or not read.keys() >= set(kinds):
+    if not hasattr(config, "num_attention_heads") or not tokens_of.keys() >= set(kinds):
         return None
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4 * 2 * heads * head * sum(read[kind] for kind in kinds)
+    return sum(4 * 2 * heads * _head_dim(config) * tokens_of[kind] for kind in kinds)

@@ -12,7 +12,7 @@ from hope_hf.optim import RULES
 
 from .activations import Activations, activations
 from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions, Strategy
-from .shapes import Shapes
+from .shapes import ROOT, TAIL, Shapes
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Bytes:
 
 def state_bytes(parameters: float, strategy: Strategy, parts: int, each: Bytes = Bytes()) -> float:  # noqa: B008
     """Bytes of weights, gradients and optimizer of one process, if a model is cut evenly into `parts` parts."""
-    sizes = {WEIGHTS: each.weights, GRADIENTS: each.gradients, OPTIMIZER: each.optimizer}
-    return parameters * sum(size / (parts if kind in strategy.shared else 1) for kind, size in sizes.items())
+    total = 0.0
+    for kind, size in ((WEIGHTS, each.weights), (GRADIENTS, each.gradients), (OPTIMIZER, each.optimizer)):
+        total += parameters * size / (parts if kind in strategy.shared else 1)
+    return total
 
 
 def shard_bytes(shapes: Shapes, parts: int, by_rows: bool, each=lambda weight: 4) -> int:
@@ -74,89 +76,83 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     recomputed = parse_recomputed(step.checkpointing)
     kept = activations(config, shapes, launch, step.batch_size, step.block_size, recomputed)
     states = _states(shapes, launch, step)
-    block = shapes.largest_block * launch.compute_bytes if launch.strategy.gathers else 0
-    whole = launch.whole_gradients(step.reduce_dtype)
-    holds_whole = whole is not None and step.accumulation > 1 and not step.sync_each_batch
-    between = whole.itemsize * shapes.trained if holds_whole else 0
-    # A process's own part of the gradients: the sum before this batch, and the sum after it.
-    before = states["gradients"] if step.accumulation > 1 and not between else 0
-    after = 0 if between else states["gradients"]
-    moments = {
-        "loss": _at_loss(shapes, launch, states, kept),
-        "blocks": _in_blocks(shapes, launch, states, kept),
-        "backward": _in_backward(shapes, launch, states, kept),
-        "update": dict(states),
-    }
-    for name, gradients in (("loss", before), ("blocks", before), ("backward", after)):
-        moments[name] |= {"gradients": gradients}
-        moments[name]["whole gradients"] = moments[name].get("whole gradients", 0) + between
+    whole_gradients = _between_batches(shapes, launch, step)
+    moments = _moments(shapes, launch, states, kept)
+    for moment in ("loss", "blocks", "backward"):
+        split = moments[moment]
+        split["whole gradients"] = split.get("whole gradients", 0) + whole_gradients
+        # A process's own part of the gradients: the sum of the batches before this one, and at the end the whole sum.
+        if whole_gradients or (moment != "backward" and step.accumulation == 1):
+            split["gradients"] = 0
     offloads = launch.strategy.offloads
     # DeepSpeed offloads its copy of the weights together with its optimizer.
     offloads |= {"buckets"} if OPTIMIZER in offloads else set()
-    host = sum(size for name, size in states.items() if name in offloads)
-    for split in moments.values():
-        for name in offloads:
+    host = 0
+    for name in offloads:
+        host += states.get(name, 0)
+        for split in moments.values():
             split.pop(name, None)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return Memory(
-        {name: size for name, size in moments[moment].items() if size},
-        states,
-        moment,
-        host * min(per_node, launch.world_size),
-        block,
-        between,
-        kept.is_estimate,
+        split={name: size for name, size in moments[moment].items() if size},
+        states=states,
+        moment=moment,
+        host=host * min(per_node, launch.world_size),
+        gathered_block=shapes.largest_block * launch.compute_bytes if launch.strategy.gathers else 0,
+        between_batches=whole_gradients,
+        is_estimate=kept.is_estimate,
     )
 
 
 def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> dict[str, int]:
     """Weights, gradients and optimizer of the largest part, and the engine's own buffers."""
-    shared, by_rows = launch.strategy.shared, launch.strategy.engine == "fsdp2"
+    strategy, engine = launch.strategy, launch.strategy.engine
     tokens = step.tokens(launch.world_size)
+    # Under DeepSpeed's fp16 the model has fp16 weights and gradients, and the optimizer fp32 weights.
+    width = 2 if engine == "deepspeed" and launch.precision == "fp16" else 4
 
     def part(kind: str, each) -> int:
-        return shard_bytes(shapes, launch.parts if kind in shared else 1, by_rows, each)
+        parts = launch.parts if kind in strategy.shared else 1
+        return shard_bytes(shapes, parts, by_rows=engine == "fsdp2", each=each)
 
-    # Under DeepSpeed's fp16 the model has fp16 weights and gradients, and the optimizer fp32 weights.
-    halves = launch.strategy.engine == "deepspeed" and launch.precision == "fp16"
     states = {
-        "weights": part(WEIGHTS, lambda weight: 2 if halves else 4),
-        "gradients": part(GRADIENTS, lambda weight: weight.is_trained * (2 if halves else 4)),
+        "weights": part(WEIGHTS, lambda weight: width),
+        "gradients": part(GRADIENTS, lambda weight: width * weight.is_trained),
         "optimizer": part(OPTIMIZER, lambda weight: weight.optimizer_bytes(step.optimizer, tokens)),
     }
-    if launch.strategy.engine == "plain" and launch.world_size > 1:
+    if engine == "plain" and launch.world_size > 1:
         # DDP copies gradients to buckets and reduces these.
         states["buckets"] = 4 * shapes.trained
-    if launch.strategy.engine == "deepspeed":
+    if engine == "deepspeed":
         # DeepSpeed's optimizer updates its own copy of the weights.
         states["buckets"] = shard_bytes(shapes, launch.parts, False, lambda weight: 4 * weight.is_trained)
     return states
 
 
-def _at_loss(shapes: Shapes, launch: Launch, states: dict, kept: Activations) -> dict[str, int]:
-    gathered = 0
-    if launch.strategy.gathers:
-        units = shapes.units
-        gathered = shapes.count if launch.strategy.keeps_gathered else units.get("tail", 0) + units.get("root", 0)
-    return {
-        **states,
+def _between_batches(shapes: Shapes, launch: Launch, step: StepOptions) -> int:
+    """Bytes of the whole gradients that FSDP holds between the batches of a step."""
+    dtype = launch.whole_gradients(step.reduce_dtype)
+    if dtype is None or step.accumulation == 1 or step.sync_each_batch:
+        return 0
+    return dtype.itemsize * shapes.trained
+
+
+def _moments(shapes: Shapes, launch: Launch, states: dict[str, int], kept: Activations) -> dict[str, dict[str, int]]:
+    """Bytes by category when the loss is computed, and in the backward pass and update."""
+    gathers, gathered = launch.strategy.gathers, 0
+    if gathers:
+        gathered = shapes.count if launch.strategy.keeps_gathered else shapes.units[TAIL] + shapes.units[ROOT]
+    loss = states | {
         "gathered": gathered * launch.compute_bytes,
         "weight copies": kept.weight_copies,
         "activations": kept.blocks + kept.loss,
     }
-
-
-def _in_blocks(shapes: Shapes, launch: Launch, states: dict, kept: Activations) -> dict[str, int]:
-    """Early in the backward pass: most activations, few gradients."""
-    early = {"weight copies": kept.weight_copies, "activations": kept.in_backward}
-    return _in_backward(shapes, launch, states, kept) | early
-
-
-def _in_backward(shapes: Shapes, launch: Launch, states: dict, kept: Activations) -> dict[str, int]:
-    """At the end of the backward pass: all gradients, one block's activations, and gradients of a quarter of these."""
-    moment = {**states, "activations": kept.one_block, "backward": kept.one_block // 4}
-    if launch.strategy.gathers:
+    # The end of the backward pass: all gradients, one block's activations, and gradients of a quarter of these.
+    backward = states | {"activations": kept.one_block, "backward": kept.one_block // 4}
+    if gathers:
         # This block and the next one, which is gathered ahead. The block's gradients are fp32 while they are reduced.
-        moment["gathered"] = 2 * shapes.largest_block * launch.compute_bytes
-        moment["whole gradients"] = 4 * shapes.largest_block
-    return moment
+        backward["gathered"] = 2 * shapes.largest_block * launch.compute_bytes
+        backward["whole gradients"] = 4 * shapes.largest_block
+    # Early in the backward pass: most activations, few gradients.
+    blocks = backward | {"weight copies": kept.weight_copies, "activations": kept.in_backward}
+    return {"loss": loss, "blocks": blocks, "backward": backward, "update": dict(states)}

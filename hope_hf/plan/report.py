@@ -1,5 +1,7 @@
 """The plan as text, as JSON and as a picture."""
 
+from dataclasses import dataclass
+
 from hope_hf.common.defaults import default_lines
 from hope_hf.common.files import write_errors
 from hope_hf.common.flops import flops_per_token
@@ -12,108 +14,150 @@ from .parsing import Question
 from .simulate import Simulation
 from .verdict import Setting, Verdict
 
-# Columns of the table that add up several categories of memory.
-GROUPED = {
-    "gathered": ("gathered", "weight copies"),
+# Columns of the table -> the categories of memory that they add up.
+COLUMNS = {
+    "weights": ("weights",),
     "gradients": ("gradients", "whole gradients", "buckets"),
+    "optimizer": ("optimizer",),
+    "gathered": ("gathered", "weight copies"),
     "activations": ("activations", "backward"),
 }
 
 
-def as_text(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> str:
-    """The text to print; `found`: the simulation, or why there is none."""
+@dataclass(frozen=True)
+class Plan:
+    """What is printed.
+
+    Attributes:
+        rows: the setting that was asked for, then the others.
+        verdicts: one a GPU.
+        simulation: of the setting that was asked for; None for the reason in `no_simulation`.
+    """
+
+    question: Question
+    rows: list[Setting]
+    verdicts: list[Verdict]
+    simulation: Simulation | None
+    no_simulation: str | None
+
+    @property
+    def asked(self) -> Setting:
+        return self.rows[0]
+
+
+def as_text(plan: Plan) -> str:
+    """The text to print."""
+    question, memory = plan.question, plan.asked.memory
     parts = [
         _heading(question),
-        markdown_table([_row(question, row, verdicts) for row in rows]),
+        markdown_table([_row(plan, row) for row in plan.rows]),
         "Weights, gradients and optimizer per process in GB (10^9 bytes), offloaded ones included.",
-        markdown_table([_states_row(row) for row in rows]),
+        markdown_table([_states_row(row) for row in plan.rows]),
     ]
     if question.defaults:
         parts.append("\n".join(["Defaults of a small text:", *default_lines(question.defaults)]))
-    asked = rows[0]
-    if isinstance(found, Simulation):
-        split = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.split.items())
+    parts.append(_simulated(plan))
+    if memory.gathered_block:
+        parts.append(f"Largest gathered block: {memory.gathered_block / GIB:.3f} GiB.")
+    if memory.between_batches:
         parts.append(
-            f"Simulated step of {asked.name} ({found.seconds:.0f} s): {found.peak / GIB:.2f} GiB ({split}); "
-            f"arithmetic alone: {asked.memory.peak / GIB:.2f}."
-        )
-    else:
-        parts.append(f"No simulation: {found}.")
-    if asked.memory.gathered_block:
-        parts.append(f"Largest gathered block: {asked.memory.gathered_block / GIB:.3f} GiB.")
-    if asked.memory.between_batches:
-        parts.append(
-            f"Whole gradients between batches: {asked.memory.between_batches / GIB:.2f} GiB; with --sync_each_batch "
+            f"Whole gradients between batches: {memory.between_batches / GIB:.2f} GiB; with --sync_each_batch "
             "gradients are reduced after each batch."
         )
-    if asked.memory.is_estimate:
+    if memory.is_estimate:
         parts.append(
             f"The activations of a {question.config.model_type} are estimated from the shapes of its weights."
         )
-    return "\n\n".join([*parts, "\n".join(_sentence(question, rows, one) for one in verdicts)])
+    sentences = [_sentence(plan, verdict) for verdict in plan.verdicts]
+    return "\n\n".join([*parts, "\n".join(sentences)])
 
 
 def _heading(question: Question) -> str:
     step, launch, shapes = question.step, question.launch, question.shapes
     flops = flops_per_token(shapes.model, step.block_size)
+    words = f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
+    words += f"{flops / 1e9:.2f} GFLOP per token"
     state = cache_bytes(question.config, step.block_size)
-    kept = "" if state is None else f", {state / 2**20:.1f} MiB of state per sequence after {step.block_size:,} tokens"
-    recomputed = "" if parse_recomputed(step.checkpointing).part == "none" else f", recomputed: {step.checkpointing}"
-    return (
-        f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
-        f"{flops / 1e9:.2f} GFLOP per token{kept}\n"
-        f"{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
+    if state is not None:
+        words += f", {state / 2**20:.1f} MiB of state per sequence after {step.block_size:,} tokens"
+    words += (
+        f"\n{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
         f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens per step; precision {launch.precision}, "
-        f"{step.optimizer}{recomputed}\n"
-        "Memory per process in GiB (2^30 bytes), by arithmetic; traffic per process and step in GB (10^9 bytes)."
+        f"{step.optimizer}"
     )
+    if parse_recomputed(step.checkpointing).part != "none":
+        words += f", recomputed: {step.checkpointing}"
+    units = "Memory per process in GiB (2^30 bytes), by arithmetic; traffic per process and step in GB (10^9 bytes)."
+    return f"{words}\n{units}"
 
 
-def _row(question: Question, row: Setting, verdicts: list[Verdict]) -> Row:
-    split = dict(row.memory.split)
-    cells: Row = {"setting": row.name + (" (asked)" if row.is_asked else ""), "peak": _gib(row.memory.peak)}
-    for name in ("weights", "gradients", "optimizer", "gathered", "activations"):
-        cells[name] = _gib(sum(split.pop(part, 0) for part in GROUPED.get(name, (name,))))
-    cells["at"] = row.memory.moment
-    cells["host"] = _gib(row.memory.host)
+def _row(plan: Plan, row: Setting) -> Row:
+    memory, args = row.memory, plan.question.args
+    cells: Row = {"setting": row.name, "peak": _gib(memory.peak)}
+    if row.is_asked:
+        cells["setting"] += " (asked)"
+    for column, categories in COLUMNS.items():
+        cells[column] = _gib(sum(memory.split.get(category, 0) for category in categories))
+    cells["at"] = memory.moment
+    cells["host"] = _gib(memory.host)
     cells["GB sent"] = f"{row.traffic.total / 1e9:.2f}"
-    network = row.traffic.seconds(question.args.network_gbit / 8 * 1e9)
-    cells["network s"] = f"{network:.3g}"
-    for one in verdicts:
-        cells[one.gpu.name] = "fits" if row.memory.peak <= one.usable else "no"
+    cells["network s"] = f"{row.traffic.seconds(args.network_gbit / 8 * 1e9):.3g}"
+    for verdict in plan.verdicts:
+        cells[verdict.gpu.name] = "fits" if memory.peak <= verdict.usable else "no"
     return cells
 
 
 def _states_row(row: Setting) -> Row:
-    states = {name: row.memory.states.get(name, 0) for name in ("weights", "gradients", "optimizer", "buckets")}
-    cells = {name: f"{size / 1e9:.3f}" for name, size in (states | {"sum": sum(states.values())}).items()}
-    return {"setting": row.name, **cells}
+    cells: Row = {"setting": row.name}
+    total = 0
+    for name in ("weights", "gradients", "optimizer", "buckets"):
+        size = row.memory.states.get(name, 0)
+        cells[name] = f"{size / 1e9:.3f}"
+        total += size
+    return cells | {"sum": f"{total / 1e9:.3f}"}
+
+
+def _simulated(plan: Plan) -> str:
+    simulation = plan.simulation
+    if simulation is None:
+        return f"No simulation: {plan.no_simulation}."
+    split = ", ".join(f"{name} {_gib(size)}" for name, size in simulation.split.items())
+    return (
+        f"Simulated step of {plan.asked.name} ({simulation.seconds:.0f} s): {_gib(simulation.peak)} GiB ({split}); "
+        f"arithmetic alone: {_gib(plan.asked.memory.peak)}."
+    )
 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
-def _sentence(question: Question, rows: list[Setting], one: Verdict) -> str:
-    words = f"{one.gpu.name}: {rows[0].name} "
-    words += f"{'fits' if one.fits else 'does not fit'}, {one.peak / GIB:.1f} of {one.usable / GIB:.1f} usable GiB"
-    if not one.fits:
-        words += f"; what would: {one.instead}" if one.instead else "; no setting fits"
+def _sentence(plan: Plan, verdict: Verdict) -> str:
+    question, asked = plan.question, plan.asked
+    words = f"{verdict.gpu.name}: {asked.name} {'fits' if verdict.fits else 'does not fit'}"
+    words += f", {verdict.peak / GIB:.1f} of {verdict.usable / GIB:.1f} usable GiB"
+    if not verdict.fits:
+        words += f"; what would: {verdict.instead}" if verdict.instead else "; no setting fits"
+    words += f"; largest batch {verdict.largest_batch}" if verdict.largest_batch else "; not even one row fits"
     peak = "TF32" if question.launch.precision == "no" else question.launch.precision
-    words += f"; largest batch {one.largest_batch}" if one.largest_batch else "; not even one row fits"
-    words += f"; a step computes for {one.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"
-    if rows[0].traffic.total:
-        words += f" and sends for {one.link_seconds:.3g} s inside a machine, {one.network_seconds:.3g} s between them"
-    if one.days is not None:
-        words += f"; {question.total_tokens:.3g} tokens take {one.days:.1f} days"
-    if one.cost is not None:
-        words += f" and cost {one.cost:,.0f}"
-    return words + "."
+    words += f"; a step computes for {verdict.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"
+    if asked.traffic.total:
+        words += f" and sends for {verdict.link_seconds:.3g} s inside a machine"
+        words += f", {verdict.network_seconds:.3g} s between them"
+    if verdict.days is not None:
+        words += f"; {question.total_tokens:.3g} tokens take {verdict.days:.1f} days"
+    if verdict.cost is not None:
+        words += f" and cost {verdict.cost:,.0f}"
+    return f"{words}."
 
 
-def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], found: Simulation | str) -> dict:
+def as_json(plan: Plan) -> dict:
     """The plan as an object of JSON: sizes in bytes, times in seconds unless a name gives another unit."""
-    simulated = isinstance(found, Simulation)
+    question = plan.question
+    gpus = {}
+    for verdict in plan.verdicts:
+        gpus[verdict.gpu.name] = {"fits": verdict.fits} | vars(verdict)
+        del gpus[verdict.gpu.name]["gpu"]
     return {
         "model_type": question.config.model_type,
         "parameters": question.shapes.count,
@@ -123,43 +167,47 @@ def as_json(question: Question, rows: list[Setting], verdicts: list[Verdict], fo
         "world_size": question.launch.world_size,
         "mixed_precision": question.launch.precision,
         "tokens_per_step": question.tokens_per_step,
-        "settings": [
-            {
-                "setting": row.name,
-                "is_asked": row.is_asked,
-                "launch_file": row.launch.strategy.launch_file,
-                "peak": row.memory.peak,
-                **vars(row.memory),
-                "gather_bytes": row.traffic.gather,
-                "reduce_bytes": row.traffic.reduce,
-            }
-            for row in rows
-        ],
-        "simulation": vars(found) if simulated else None,
-        "no_simulation": None if simulated else found,
-        "gpus": {
-            one.gpu.name: {"fits": one.fits, **{name: value for name, value in vars(one).items() if name != "gpu"}}
-            for one in verdicts
-        },
+        "settings": [_setting_of_json(row) for row in plan.rows],
+        "simulation": vars(plan.simulation) if plan.simulation else None,
+        "no_simulation": plan.no_simulation,
+        "gpus": gpus,
     }
 
 
-def draw(question: Question, rows: list[Setting], verdicts: list[Verdict], path: str) -> None:
+def _setting_of_json(row: Setting) -> dict:
+    return {
+        "setting": row.name,
+        "is_asked": row.is_asked,
+        "launch_file": row.launch.strategy.launch_file,
+        "peak": row.memory.peak,
+        **vars(row.memory),
+        "gather_bytes": row.traffic.gather,
+        "reduce_bytes": row.traffic.reduce,
+    }
+
+
+def draw(plan: Plan, path: str) -> None:
     """Write the picture; ValueError if matplotlib is missing or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'hope_hf[plot]'.") from None
+    rows, question = plan.rows, plan.question
     figure = Figure(figsize=(1.2 * len(rows) + 3, 4.5), layout="constrained")
     axes = figure.subplots()
-    names = [row.name for row in rows]
-    floor = [0.0] * len(rows)
-    for category in dict.fromkeys(name for row in rows for name in row.memory.split):
-        sizes = [row.memory.split.get(category, 0) / GIB for row in rows]
-        axes.bar(names, sizes, bottom=floor, label=category)
-        floor = [low + size for low, size in zip(floor, sizes, strict=True)]
-    for index, one in enumerate(verdicts):
-        axes.axhline(one.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {one.gpu.name}")
+    # an ordered set
+    categories = {}
+    for row in rows:
+        categories |= row.memory.split
+    for category in categories:
+        axes.bar(
+            [row.name for row in rows],
+            [row.memory.split.get(category, 0) / GIB for row in rows],
+            bottom=[_below(row, category, categories) / GIB for row in rows],
+            label=category,
+        )
+    for index, verdict in enumerate(plan.verdicts):
+        axes.axhline(verdict.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {verdict.gpu.name}")
     model, count = architecture(question.config.model_type), question.launch.world_size
     axes.set_title(f"{model}, {question.shapes.count / 1e6:,.4g} million parameters, {count:,} process(es)")
     axes.set_ylabel("memory of a process, GiB (by arithmetic)")
@@ -168,3 +216,13 @@ def draw(question: Question, rows: list[Setting], verdicts: list[Verdict], path:
     axes.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
     with write_errors(f"--plot {path}"):
         figure.savefig(path, dpi=130)
+
+
+def _below(row: Setting, category: str, categories) -> int:
+    """Bytes of the categories before this one, on which its bar stands."""
+    below = 0
+    for name in categories:
+        if name == category:
+            break
+        below += row.memory.split.get(name, 0)
+    return below

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -11,8 +12,11 @@ from hope_hf.common.program import printed, program
 
 from .launch import Launch, StepOptions
 from .memory import memory
-from .parsing import parse
+from .parsing import Question, parse
 from .shapes import shapes_of
+
+if TYPE_CHECKING:
+    from .simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,16 @@ def plan_running(model: PreTrainedModel, launch: Launch, step: StepOptions, per_
     whole = shapes_of(config, step.trust_remote_code)
     shapes = whole.as_trained(model)
     step = replace(step, checkpointing=launch.recomputes(step.checkpointing))
-    tokens = step.tokens(launch.world_size)
-    optimizer = sum(weight.count * weight.optimizer_bytes(step.optimizer, tokens) for weight in shapes.weights)
-    found = memory(config, shapes, launch, step, per_node)
+    process = memory(config, shapes, launch, step, per_node)
     of_lora = shapes.count - whole.count
     return Planned(
-        peak=found.peak,
-        is_estimate=found.is_estimate or shapes.trained < shapes.count,
+        peak=process.peak,
+        is_estimate=process.is_estimate or shapes.trained < shapes.count,
         weights=4 * shapes.count,
-        optimizer=optimizer,
-        offloaded=found.host,
+        optimizer=shapes.optimizer_bytes(step.optimizer, step.tokens(launch.world_size)),
+        offloaded=process.host,
         is_shared_out=bool(launch.strategy.shared),
-        whole_gradients=found.between_batches,
+        whole_gradients=process.between_batches,
         saved=4 * (of_lora or whole.count),
     )
 
@@ -66,28 +68,34 @@ def main(argv: list[str]) -> int:
     """Print the plan. Returns 0, 1 if it cannot be printed, or 2 after a mistake or for a batch that fits nowhere."""
     question = parse(argv)
     # Imported here: a misspelled flag is refused before the simulation's parts are imported.
-    from .report import as_json, as_text, draw
-    from .simulate import Simulation, can_simulate, simulate
+    from .report import Plan, as_json, as_text, draw
     from .verdict import require_a_fit, settings, verdict
 
     rows = settings(question)
-    verdicts = [verdict(question, rows, gpu, None) for gpu in question.gpus]
-    require_a_fit(question, rows, verdicts)
-    found = can_simulate(question.config, question.launch) if question.args.simulate else "--no_simulate is given"
-    if found is None:
-        try:
-            found = simulate(question.config, question.launch, question.step)
-        except Exception as error:
-            if is_hope(question.config):
-                raise
-            # Operators of other architectures may read numbers, which fake tensors lack.
-            found = f"{question.config.model_type} does not run on fake tensors ({one_line(error)})"
-    if isinstance(found, Simulation):
-        verdicts = [verdict(question, rows, gpu, found) for gpu in question.gpus]
+    by_arithmetic = [verdict(question, rows, gpu, None) for gpu in question.gpus]
+    require_a_fit(question, rows, by_arithmetic)
+    simulation, reason = _simulated(question)
+    verdicts = [verdict(question, rows, gpu, simulation) for gpu in question.gpus]
+    plan = Plan(question, rows, verdicts, simulation, reason)
     if question.args.plot:
-        draw(question, rows, verdicts, question.args.plot)
-    if question.args.json:
-        print(json.dumps(as_json(question, rows, verdicts, found), indent=1))
-    else:
-        print(as_text(question, rows, verdicts, found))
+        draw(plan, question.args.plot)
+    print(json.dumps(as_json(plan), indent=1) if question.args.json else as_text(plan))
     return printed()
+
+
+def _simulated(question: Question) -> tuple["Simulation | None", str | None]:
+    """The simulated step, or None and the reason why there is none."""
+    from .simulate import can_simulate, simulate
+
+    if not question.args.simulate:
+        return None, "--no_simulate is given"
+    reason = can_simulate(question.config, question.launch)
+    if reason is not None:
+        return None, reason
+    try:
+        return simulate(question.config, question.launch, question.step), None
+    except Exception as error:
+        if is_hope(question.config):
+            raise
+        # Operators of other architectures may read numbers, which fake tensors lack.
+        return None, f"{question.config.model_type} does not run on fake tensors ({one_line(error)})"

@@ -4,10 +4,12 @@ They are read from the model on the meta device, which holds no numbers: 0.07 s 
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hope_hf.common.process import MISTAKES, one_line
@@ -41,6 +43,10 @@ class Weight:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_in_block(self) -> bool:
+        return self.unit not in (EMBEDDING, TAIL, ROOT)
+
     def optimizer_bytes(self, optimizer: str, tokens_per_step: int) -> int:
         """Bytes of optimizer state per element: the rule's, plus a sum of gradients if its level steps less often.
 
@@ -71,61 +77,93 @@ class Shapes:
         return sum(weight.count for weight in self.weights if weight.is_trained)
 
     @cached_property
-    def units(self) -> dict[int | str, int]:
+    def units(self) -> Counter:
         """Number of parameters of each unit that FSDP gathers at once."""
-        units: dict[int | str, int] = {}
+        units = Counter()
         for weight in self.weights:
-            units[weight.unit] = units.get(weight.unit, 0) + weight.count
+            units[weight.unit] += weight.count
         return units
 
     @property
     def largest_block(self) -> int:
         """Number of parameters of the largest block."""
-        return max((count for unit, count in self.units.items() if isinstance(unit, int)), default=0)
+        largest = 0
+        for unit, count in self.units.items():
+            if unit not in (EMBEDDING, TAIL, ROOT):
+                largest = max(largest, count)
+        return largest
 
     @cached_property
     def matrices(self) -> int:
         """Number of parameters of the matrices that are multiplied, without tables that are only looked up."""
-        looked_up = {ROOT} if self.is_tied else {ROOT, EMBEDDING}
-        return sum(w.count for w in self.weights if len(w.shape) == 2 and w.unit not in looked_up)
+        looked_up = (ROOT,) if self.is_tied else (ROOT, EMBEDDING)
+        count = 0
+        for weight in self.weights:
+            if len(weight.shape) == 2 and weight.unit not in looked_up:
+                count += weight.count
+        return count
+
+    def optimizer_bytes(self, optimizer: str, tokens_per_step: int) -> int:
+        """Bytes of the optimizer's state of the whole model."""
+        return sum(weight.count * weight.optimizer_bytes(optimizer, tokens_per_step) for weight in self.weights)
 
     def as_trained(self, model: PreTrainedModel) -> "Shapes":
         """The shapes of a run's model: its frozen parameters are marked, and the matrices of its LoRA are added."""
         parameters = dict(model.named_parameters())
-        trained = {name.replace(".base_layer.", "."): found.requires_grad for name, found in parameters.items()}
-        weights = [replace(weight, is_trained=trained.get(weight.name, True)) for weight in self.weights]
-        added = {name: tuple(found.shape) for name, found in parameters.items() if ".lora_" in name}
-        if added:
-            rules = {key: rules_of(model, key) for key in RULES}
-        for name, shape in added.items():
-            own = {key: found[name] for key, found in rules.items()}
-            weights.append(Weight(name, shape, unit=ROOT, period=0, rules=own))
+        is_trained = {}
+        for name, parameter in parameters.items():
+            is_trained[name.replace(".base_layer.", ".")] = parameter.requires_grad
+        weights = []
+        for weight in self.weights:
+            weights.append(replace(weight, is_trained=is_trained.get(weight.name, True)))
+        of_lora = [name for name in parameters if ".lora_" in name]
+        rules = _rules_by_parameter(model) if of_lora else {}
+        for name in of_lora:
+            shape = tuple(parameters[name].shape)
+            weights.append(Weight(name, shape, unit=ROOT, period=0, rules=rules[name]))
         return replace(self, weights=tuple(weights))
 
 
 def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
     """The shapes of the causal LM of a config. ValueError if transformers cannot build it."""
     model = meta_model(config, trust_remote_code)
-    kinds = model._no_split_modules or ()
-    blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    table, head = (None if module is None else module.weight for module in tables)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table = None if embedding is None else embedding.weight
+    output = None if head is None else head.weight
+    block_of = {}
+    for index, block in enumerate(blocks_of(model)):
+        block_of |= dict.fromkeys(block.parameters(), index)
+    periods, rules = periods_of(model), _rules_by_parameter(model)
+    weights = []
+    for name, parameter in model.named_parameters():
+        if parameter in block_of:
+            unit = block_of[parameter]
+        elif parameter is table and table is not output:
+            unit = EMBEDDING
+        else:
+            # Vectors outside the blocks belong to the last norm.
+            unit = TAIL if parameter is output or parameter.ndim == 1 else ROOT
+        weights.append(Weight(name, tuple(parameter.shape), unit, periods[name], rules[name]))
+    return Shapes(tuple(weights), is_tied=table is output, model=model)
 
-    def unit(name: str, parameter) -> int | str:
-        for index, prefix in enumerate(blocks):
-            if name.startswith(prefix):
-                return index
-        if parameter is table and table is not head:
-            return EMBEDDING
-        # Vectors outside the blocks belong to the last norm.
-        return TAIL if parameter is head or parameter.ndim == 1 else ROOT
 
-    periods, rules = periods_of(model), {name: rules_of(model, name) for name in RULES}
-    weights = (
-        Weight(name, tuple(p.shape), unit(name, p), periods[name], {key: found[name] for key, found in rules.items()})
-        for name, p in model.named_parameters()
-    )
-    return Shapes(tuple(weights), table is head, model)
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """A causal LM's blocks; FSDP derives their classes from the architecture's."""
+    names = set(model._no_split_modules or ())
+    blocks = []
+    for module in model.modules():
+        if any(kind.__name__ in names for kind in type(module).__mro__):
+            blocks.append(module)
+    return blocks
+
+
+def _rules_by_parameter(model: PreTrainedModel) -> dict[str, dict[str, str]]:
+    """By name of a parameter, value of `--optimizer` -> the rule that updates it."""
+    rules: dict[str, dict[str, str]] = {}
+    for optimizer in RULES:
+        for name, rule in rules_of(model, optimizer).items():
+            rules.setdefault(name, {})[optimizer] = rule
+    return rules
 
 
 def meta_model(config, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -1,12 +1,15 @@
 """The peak memory of one training step, simulated on fake tensors and a fake process group.
 
 Fake tensors have shapes but no numbers, so one CPU process simulates any model on any number of processes. torch's
-trackers (`torch.distributed._tools`) count the bytes of all live tensors. torch's estimator of running times is not
-used, since it needs the GPU whose time it estimates.
+trackers (`torch.distributed._tools`) count the bytes of all live tensors.
+
+Of a deep model three blocks are simulated at most: what one more block of a kind adds to each moment of the step is
+measured, and the layers add up. `tests/plan/test_simulate.py` compares the sum with the simulation of all layers.
 """
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +28,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM
 
 from hope_hf.common.launch_file import LOW_PRECISION
@@ -34,6 +36,7 @@ from hope_hf.common.recompute import parse_recomputed, recompute_activations
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .launch import Launch, StepOptions
+from .shapes import blocks_of, shapes_of
 
 # accelerate's names for the axes of a mesh.
 MESH = ("dp_replicate", "dp_shard_cp")
@@ -46,14 +49,22 @@ CATEGORIES = {
     "Unsharded Grad": "whole gradients", "Reduce Scatter": "whole gradients", "Activation": "activations",
     "Temp": "backward", "Buffer": "other", "Inputs": "other", "Other": "other",
 }  # fmt: skip
+# Moments of a step: forward pass and loss, the backward pass of a block, the update.
+FORWARD, FIRST, MIDDLE, LAST, UPDATE = "forward", "first block", "middle block", "last block", "update"
+
+Sizes = dict[str, int]
+"""Bytes by category."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peak bytes of all live tensors on the rank with the largest part, in total and by category."""
+    """Peak bytes of all live tensors on the rank with the largest part, by category.
+
+    `seconds`: what the simulation took.
+    """
 
     peak: int
-    split: dict[str, int]
+    split: Sizes
     seconds: float
 
 
@@ -67,8 +78,84 @@ def can_simulate(config, launch: Launch) -> str | None:
 
 
 def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
-    """Run the step of `hope_hf.training` once on fake tensors."""
+    """The step of `hope_hf.training`, from a few of the model's layers where its blocks repeat."""
     start = time.perf_counter()
+    kinds = _kinds_of_layers(config)
+    repeats = parse_recomputed(options.checkpointing).every == 1 and len(kinds) > 2 + 3 * len(set(kinds))
+    if repeats and _layers_add_up(config, kinds, options):
+        moments = _added_up(config, kinds, launch, options)
+    else:
+        moments = _peaks(config, launch, options)
+    return _largest(moments, start)
+
+
+def simulate_all_layers(config, launch: Launch, options: StepOptions) -> Simulation:
+    """As `simulate`, with all layers in one model: minutes for a deep one."""
+    start = time.perf_counter()
+    return _largest(_peaks(config, launch, options), start)
+
+
+def _largest(moments: dict[str, Sizes], start: float) -> Simulation:
+    split = max(moments.values(), key=lambda sizes: sum(sizes.values()))
+    split = {category: size for category, size in split.items() if size}
+    return Simulation(sum(split.values()), split, time.perf_counter() - start)
+
+
+def _kinds_of_layers(config) -> list[str]:
+    kinds = getattr(config, "layer_types", None)
+    return list(kinds) if kinds else ["block"] * config.num_hidden_layers
+
+
+def _with_layers(config, kinds: list[str]):
+    """The config of a model with these layers alone."""
+    fields = config.to_dict() | {"num_hidden_layers": len(kinds)}
+    if getattr(config, "layer_types", None):
+        fields |= {"layer_types": kinds}
+        fields.pop("mixer_types", None)
+    return type(config).from_dict(fields)
+
+
+def _layers_add_up(config, kinds: list[str], options: StepOptions) -> bool:
+    """Whether each layer of a kind has as many parameters as any other: the kind says what the layer is."""
+
+    def count(layers: list[str]) -> int:
+        return shapes_of(_with_layers(config, layers), options.trust_remote_code).count
+
+    none, total = count(kinds[:1]), 0
+    for kind, layers in Counter(kinds[1:]).items():
+        total += layers * (count([kinds[0], kind]) - none)
+    return none + total == shapes_of(config, options.trust_remote_code).count
+
+
+def _added_up(config, kinds: list[str], launch: Launch, options: StepOptions) -> dict[str, Sizes]:
+    """The peaks of a deep model's moments: those of its ends alone, and what each layer between them adds.
+
+    The backward pass frees activations and adds gradients from block to block, so that its peak lies at one of its
+    ends. These are the first and last block, which lack a neighbour under FSDP, and those beside them.
+    """
+    ends = [kinds[0], kinds[-1]]
+    between = Counter(kinds[1:-1])
+    shallow = _peaks(_with_layers(config, ends), launch, options)
+    deeper = {kind: _peaks(_with_layers(config, [ends[0], kind, ends[1]]), launch, options) for kind in between}
+
+    def grown(sizes: Sizes, moment: str, layers: Counter) -> Sizes:
+        """What `sizes` become if `layers` are added, which add as much to them as to `moment`."""
+        sizes = Counter(sizes)
+        for kind, number in layers.items():
+            for category, size in deeper[kind][moment].items():
+                sizes[category] += number * (size - shallow[moment].get(category, 0))
+        return sizes
+
+    peaks = {moment: grown(sizes, moment, between) for moment, sizes in shallow.items()}
+    for kind in between:
+        others = between - Counter([kind])
+        for end in (FIRST, LAST):
+            peaks[f"{kind} beside the {end}"] = grown(deeper[kind][MIDDLE], end, others)
+    return peaks
+
+
+def _peaks(config, launch: Launch, options: StepOptions) -> dict[str, Sizes]:
+    """Run the step once on fake tensors: its peak at each moment."""
     # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
     no_dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, 0)}
     config = type(config).from_dict(config.to_dict() | no_dropout)
@@ -95,28 +182,62 @@ def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
             real.embedding = step.model.get_input_embeddings().weight.shape
         step.warm_up()
         tracker = step.tracker()
+        watch = _Watch(tracker, step)
         with tracker:
             step.connect()
             # The tracker's statistics by module, unused here, allow one forward pass each.
             step.run(between=tracker.reset_mod_stats)
-        (snapshot,) = [by for device, by in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu"]
-    split: dict[str, int] = {}
-    for kind, size in snapshot.items():
-        name = CATEGORIES.get(getattr(kind, "value", kind))
-        if name is not None:
-            split[name] = split.get(name, 0) + size
+    peaks = watch.peaks()
     if isinstance(step.wrapped, DistributedDataParallel):
         # The tracker counts DDP's buckets, as large as the gradients, as activations.
-        split["buckets"] = sum(parameter.nbytes for parameter in step.model.parameters())
-        split["activations"] -= split["buckets"]
-    return Simulation(snapshot["Total"], {k: v for k, v in split.items() if v}, time.perf_counter() - start)
+        buckets = sum(parameter.nbytes for parameter in step.model.parameters())
+        for sizes in peaks.values():
+            sizes["buckets"] = buckets
+            sizes["activations"] -= buckets
+    return peaks
 
 
-class _Unread(WeakIdKeyDictionary):
-    """A tracker's statistics by module, unused here: it reads those of all modules after every operator."""
+class _Watch:
+    """Records the largest snapshot of a tracker at each moment of a step."""
 
-    def values(self) -> tuple:
-        return ()
+    def __init__(self, tracker: MemTracker, step: "Step"):
+        self.tracker = tracker
+        self.moment = FORWARD
+        self.largest: dict[str, dict] = {}
+        # In place of statistics by module, which the tracker reads after every operator.
+        tracker._update_peak_stats = self.record
+        blocks = blocks_of(step.model)
+        for block in blocks:
+            block.register_forward_hook(self.await_gradient)
+        self.moments = dict.fromkeys(blocks, MIDDLE)
+        self.moments |= dict.fromkeys(blocks[-1:], LAST) | dict.fromkeys(blocks[:1], FIRST)
+        step.model.register_forward_pre_hook(lambda *call: self.enter(FORWARD))
+        step.optimizer.register_step_pre_hook(lambda *call: self.enter(UPDATE))
+
+    def await_gradient(self, block: nn.Module, inputs, output):
+        """Enter a block's moment when the gradient of its output is there."""
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        hidden_states.register_hook(lambda gradient: self.enter(self.moments[block]))
+
+    def enter(self, moment: str):
+        self.moment = moment
+
+    def record(self, state):
+        """Called by the tracker after every operator."""
+        for device, snapshot in self.tracker._curr_mem_snap.items():
+            before = self.largest.get(self.moment)
+            if device.type == "cpu" and (before is None or snapshot["Total"] > before["Total"]):
+                self.largest[self.moment] = dict(snapshot)
+
+    def peaks(self) -> dict[str, Sizes]:
+        """The peaks by moment and category."""
+        peaks = {}
+        for moment, snapshot in self.largest.items():
+            peaks[moment] = sizes = Counter()
+            for kind, size in snapshot.items():
+                if kind != "Total":
+                    sizes[CATEGORIES[kind.value]] += size
+        return peaks
 
 
 class Step:
@@ -185,7 +306,6 @@ class Step:
         else:
             tracker = MemTracker()
             tracker.track_external(self.model, self.optimizer, *self.batches)
-        tracker.memory_tracking = _Unread()
         return tracker
 
     def run(self, between: Callable[[], None] = lambda: None):

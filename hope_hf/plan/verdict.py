@@ -1,5 +1,7 @@
 """Whether a run fits a GPU, which other setting fits, the largest batch, days and cost."""
 
+import itertools
+from bisect import bisect
 from dataclasses import dataclass, replace
 
 from hope_hf.common.flops import flops_per_token
@@ -76,64 +78,68 @@ def settings(question: Question) -> list[Setting]:
 
 def _setting(question: Question, launch: Launch) -> Setting:
     step, shapes = question.step, question.shapes
-    is_cast = launch.strategy.engine.startswith("fsdp") and launch.precision != "no"
-    reduce = step.reduce_dtype.itemsize if is_cast else 4
-    sent = traffic(shapes.count, launch, step.accumulation, step.sync_each_batch, launch.compute_bytes, reduce)
-    found = memory(question.config, shapes, launch, step, question.args.gpus_per_node)
-    return Setting(launch, found, sent, launch is question.launch)
+    reduces_low = launch.strategy.engine.startswith("fsdp") and launch.precision != "no"
+    sent = traffic(
+        shapes.count,
+        launch,
+        step.accumulation,
+        step.sync_each_batch,
+        gather_bytes=launch.compute_bytes,
+        reduce_bytes=step.reduce_dtype.itemsize if reduces_low else 4,
+    )
+    process = memory(question.config, shapes, launch, step, question.args.gpus_per_node)
+    return Setting(launch, process, sent, launch is question.launch)
 
 
 def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simulation | None) -> Verdict:
     """The answer for a GPU; `rows` as `settings` returns them."""
-    args, asked, room = question.args, rows[0], gpu.usable
+    args, asked = question.args, rows[0]
     peak = simulation.peak if simulation else asked.memory.peak
+    # The simulated peak of this setting corrects the arithmetic of others.
+    factor = peak / asked.memory.peak
     flops = flops_per_token(question.shapes.model, question.step.block_size)
     per_second = question.launch.world_size * gpu.peak_flops(question.launch.precision) * args.mfu / flops
-    days = None if question.total_tokens is None else question.total_tokens / per_second / 86_400
-    has_cost = days is not None and args.price_per_gpu_hour is not None
-    cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour if has_cost else None
+    days = cost = None
+    if question.total_tokens is not None:
+        days = question.total_tokens / per_second / 86_400
+        if args.price_per_gpu_hour is not None:
+            cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour
     return Verdict(
-        gpu,
-        peak,
-        room,
-        # The simulated peak of this setting corrects its arithmetic.
-        largest_batch(question, question.launch, room, peak / asked.memory.peak),
-        None if peak <= room else _instead(question, rows, room, peak / asked.memory.peak),
-        question.tokens_per_step / per_second,
-        asked.traffic.seconds(gpu.link),
-        asked.traffic.seconds(args.network_gbit / 8 * 1e9),
-        days,
-        cost,
+        gpu=gpu,
+        peak=peak,
+        usable=gpu.usable,
+        largest_batch=largest_batch(question, question.launch, gpu.usable, factor),
+        instead=None if peak <= gpu.usable else _instead(question, rows, gpu.usable, factor),
+        step_seconds=question.tokens_per_step / per_second,
+        link_seconds=asked.traffic.seconds(gpu.link),
+        network_seconds=asked.traffic.seconds(args.network_gbit / 8 * 1e9),
+        days=days,
+        cost=cost,
     )
 
 
 def largest_batch(question: Question, launch: Launch, room: int, factor: float = 1.0) -> int:
     """Rows per process and forward pass that fit into `room` bytes; `factor` scales the arithmetic's bytes."""
 
-    def fits(rows: int) -> bool:
+    def is_too_large(rows: int) -> bool:
         step = replace(question.step, batch_size=rows)
-        return factor * memory(question.config, question.shapes, launch, step).peak <= room
+        return factor * memory(question.config, question.shapes, launch, step).peak > room
 
-    low, high = 0, 1
-    while high <= MOST_ROWS and fits(high):
-        low, high = high, 2 * high
-    high = min(high, MOST_ROWS + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect(range(1, MOST_ROWS + 1), False, key=is_too_large)
 
 
 def _instead(question: Question, rows: list[Setting], room: int, factor: float) -> str | None:
     """The first setting that fits, in words; recomputed blocks are tried last. `factor` as in `largest_batch`."""
     launches = {row.launch.strategy.key: row.launch for row in rows}
-    asked = question.step
-    for checkpointing in dict.fromkeys((asked.checkpointing, "block")):
-        for launch in (launches[key] for key in SUGGESTED if key in launches):
-            for sync in dict.fromkeys((asked.sync_each_batch, True)):
-                step = replace(asked, checkpointing=checkpointing, sync_each_batch=sync)
-                if factor * memory(question.config, question.shapes, launch, step).peak <= room:
-                    return _words(question, launch, step)
+    suggested = [launches[key] for key in SUGGESTED if key in launches]
+    step = question.step
+    # each value once, that of the question first
+    recomputed = dict.fromkeys((step.checkpointing, "block"))
+    synced = dict.fromkeys((step.sync_each_batch, True))
+    for checkpointing, launch, sync in itertools.product(recomputed, suggested, synced):
+        changed = replace(step, checkpointing=checkpointing, sync_each_batch=sync)
+        if factor * memory(question.config, question.shapes, launch, changed).peak <= room:
+            return _words(question, launch, changed)
     return None
 
 
@@ -152,19 +158,18 @@ def _words(question: Question, launch: Launch, step: StepOptions) -> str | None:
 
 def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdict]) -> None:
     """ValueError of one sentence if the batch fits no GPU under any setting."""
-    if any(found.fits or found.instead for found in verdicts):
+    if any(verdict.fits or verdict.instead for verdict in verdicts):
         return
-    best = max(verdicts, key=lambda found: found.usable)
+    best = max(verdicts, key=lambda verdict: verdict.usable)
     batches = {row.name: largest_batch(question, row.launch, best.usable) for row in rows}
     name = max(batches, key=batches.get)
     least = min(rows, key=lambda row: row.memory.peak)
-    recompute = "" if question.step.checkpointing == "block" else ", or give --gradient_checkpointing"
+    fix = "raise --world_size, lower --block_size or the model's size"
+    if batches[name]:
+        fix = f"lower it to {batches[name]} ({name})"
+    if question.step.checkpointing != "block":
+        fix += ", or give --gradient_checkpointing"
     raise ValueError(
         f"--per_device_train_batch_size {question.step.batch_size} fits no setting on {best.gpu.name}: the smallest, "
-        f"{least.name}, needs {least.memory.peak / GIB:.1f} of {best.usable / GIB:.1f} GiB; "
-        + (
-            f"lower it to {batches[name]} ({name}){recompute}."
-            if batches[name]
-            else f"raise --world_size, lower --block_size or the model's size{recompute}."
-        )
+        f"{least.name}, needs {least.memory.peak / GIB:.1f} of {best.usable / GIB:.1f} GiB; {fix}."
     )
