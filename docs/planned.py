@@ -1,4 +1,4 @@
-"""Write the planner's figures into docs/memory.md and docs/recipes.md: `python docs/planned.py`.
+"""Write the planner's figures into docs/distributed.md: `python docs/planned.py`.
 
 A block of a page between `<!-- planned: NAME -->` and `<!-- end -->` is what the function NAME returns. A test
 compares both pages with it.
@@ -78,7 +78,7 @@ def states_gb(strategy: str, each: Bytes = Bytes()) -> float:  # noqa: B008
     return state_bytes(SEVEN_B, STRATEGIES[strategy], 8, each) / GB
 
 
-# ----- docs/memory.md
+# ----- memory
 
 
 def states() -> str:
@@ -174,7 +174,7 @@ def mistakes() -> str:
     """)
 
 
-# ----- docs/recipes.md
+# ----- recipes
 
 
 @dataclass(frozen=True)
@@ -269,22 +269,19 @@ def recomputed() -> str:
     """)
 
 
-PAGES = {
-    "docs/memory.md": [states, accumulated, models, sent, mistakes],
-    "docs/recipes.md": [launch_lines, needs, recomputed],
-}
+PAGE = ROOT / "docs/distributed.md"
+BLOCKS = (states, accumulated, models, sent, mistakes, launch_lines, needs, recomputed)
 
 
-def rendered(page: str) -> str:
+def rendered() -> str:
     """The page with its blocks written anew."""
-    blocks = {block.__name__: block for block in PAGES[page]}
-    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = {block.__name__: block for block in BLOCKS}
+    text = PAGE.read_text(encoding="utf-8")
     text = BLOCK.sub(lambda found: found[1] + blocks.pop(found[2])() + found[3], text)
     if blocks:
-        raise ValueError(f"{page} has no place for {', '.join(blocks)}.")
+        raise ValueError(f"{PAGE.name} has no place for {', '.join(blocks)}.")
     return text
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        (ROOT / page).write_text(rendered(page), encoding="utf-8")
+    PAGE.write_text(rendered(), encoding="utf-8")

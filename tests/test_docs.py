@@ -182,7 +182,8 @@ def test_every_page_that_the_package_names_exists():
 
 
 def test_every_function_of_the_table_of_equations_exists():
-    rows = [line.split("|")[3] for line in text_of("docs/paper_to_code.md").splitlines() if line.startswith("| ")]
+    _, chapter = text_of("docs/reference.md").split("\n## From the paper to the code\n")
+    rows = [line.split("|")[3] for line in chapter.splitlines() if line.startswith("| ")]
     files = {path.stem: f"hope_hf.model.{path.stem}" for path in (ROOT / "hope_hf/model").glob("*.py")}
     module = None
     for name in re.findall(r"`([\w.]+)`", " ".join(rows[1:])):

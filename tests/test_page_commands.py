@@ -1,4 +1,4 @@
-"""Every command of data.md, fine_tuning.md and recipes.md in docs/, and of the recipes' heads runs, on small texts.
+"""Every command of the pages about data, fine-tuning and recipes, and of the recipes' heads runs, on small texts.
 
 A training is read, its data are built and its model's config is made; tests/training/test_recipes.py trains.
 """
@@ -50,10 +50,12 @@ TEXTS = [
 BLOCK = 32
 
 
-def commands_of(page: str) -> list[str]:
-    """The lines of the shell blocks, with what `\\` continues joined."""
-    page = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+def commands_of(page: str, chapter: str = "") -> list[str]:
+    """The lines of the shell blocks, with what `\\` continues joined; of a page, or of a chapter of it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if chapter:
+        text = text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     text = "".join(block for language, block in blocks if not language)
     lines = text.replace("\\\n", " ").splitlines()
     return [" ".join(line.split()) for line in lines if re.match("(accelerate|hope-hf|python|curl) ", line)]
@@ -165,16 +167,20 @@ def in_order(command: str) -> int:
     )
 
 
-@pytest.mark.parametrize("page, least", [("docs/data.md", 8), ("docs/recipes.md", 8), ("docs/fine_tuning.md", 4)])
+RECIPES = "docs/distributed.md", "Recipes"
+CHATS, LORA = ("docs/fine_tuning.md", "Chats"), ("docs/fine_tuning.md", "LoRA")
+
+
+@pytest.mark.parametrize("page, least", [(["docs/data.md"], 8), (RECIPES, 8), (CHATS, 2), (LORA, 2)])
 def test_every_command_of_the_page_runs(page, least, folder):
-    commands = [command for command in commands_of(page) if not any(name in command for name in NOT_RUN)]
+    commands = [command for command in commands_of(*page) if not any(name in command for name in NOT_RUN)]
     assert len(commands) >= least
     for command in sorted(commands, key=in_order):
         run(command)
 
 
 def test_every_command_about_going_on_trains(folder, monkeypatch, capsys):
-    """docs/continue.md and the sweep of docs/running.md, in order, with a hundredth of the steps of a tiny model."""
+    """What docs/running.md says of going on, and its sweep, in order, with a hundredth of a tiny model's steps."""
     (folder / "empty").mkdir()
     monkeypatch.chdir(folder / "empty")
     monkeypatch.setattr(finish, "SAMPLE_TOKENS", 2)
@@ -182,7 +188,7 @@ def test_every_command_about_going_on_trains(folder, monkeypatch, capsys):
     tiny += "hidden_size=64,num_hidden_layers=1,memory_chunk_size=8"
     sweep = re.search(r"for (\w+) in (.+?); do (.+?); done", (ROOT / "docs/running.md").read_text(encoding="utf-8"))
     loop = [sweep[3].replace(f"${sweep[1]}", value) + " --max_train_steps 200" for value in sweep[2].split()]
-    commands = commands_of("docs/continue.md")
+    commands = commands_of("docs/running.md", "Continue, extend, fork")
     assert len(commands) == 12 and len(loop) == 3
     for name in ("book.txt", "more.txt"):
         Path(name).write_text(f"{name} is a text. " * 99)
@@ -204,7 +210,7 @@ def test_every_command_about_going_on_trains(folder, monkeypatch, capsys):
 
 def test_every_command_in_the_heads_of_recipes_runs(folder):
     commands = {command for path in HEADS for command in commands_in_head(path)}
-    on_the_page = set(commands_of("docs/recipes.md"))
+    on_the_page = set(commands_of(*RECIPES))
     assert len(commands & on_the_page) >= 8 and len(commands - on_the_page) >= 2
     for command in sorted(commands - on_the_page, key=in_order):
         run(command)

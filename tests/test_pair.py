@@ -1,4 +1,4 @@
-"""The recipes of the pair in docs/results_pair.md are the medium size of the benchmark."""
+"""The recipes of the pair in docs/results/pair.md are the medium size of the benchmark."""
 
 import json
 from pathlib import Path

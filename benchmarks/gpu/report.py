@@ -1,7 +1,7 @@
 """Tables and pictures of what run.py measured: `python benchmarks/gpu/report.py FOLDER/gpu.jsonl`.
 
-Prints Markdown for docs/results.md, a section per GPU, and draws FOLDER/gpu-PRESET.png. A file that was cut short, or
-that lacks parts, gives the tables of what it has. In brackets: HOPE's value over the model's.
+Prints Markdown for docs/results/full.md, a section per GPU, and draws FOLDER/gpu-PRESET.png. A file that was cut
+short, or lacks parts, gives the tables of what it has. In brackets: HOPE's value over the model's.
 """
 
 import json

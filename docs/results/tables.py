@@ -1,7 +1,7 @@
-"""Write the tables of docs/results.md from the files beside this one: `python docs/results/tables.py`.
+"""Write tables of docs/results.md and of full.md from the files beside this one: `python docs/results/tables.py`.
 
-A block of the page between `<!-- table: NAME -->` and `<!-- end -->` is what the function NAME returns. A test
-compares the page with it. A line of a table names its trainings by `settings`, the hash of model, size and flags that
+A block of a page between `<!-- table: NAME -->` and `<!-- end -->` is what the function NAME returns. A test
+compares the pages with it. A line of a table names its trainings by `settings`, the hash of model, size and flags that
 every row has, and by the learning rate.
 """
 
@@ -19,7 +19,7 @@ from benchmarks import speed_report  # noqa: E402
 from benchmarks.levels.report import table as levels_table  # noqa: E402
 from hope_hf.common.results import architecture  # noqa: E402
 
-PAGE = ROOT / "docs/results.md"
+PAGES = [ROOT / "docs/results.md", ROOT / "docs/results/full.md"]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TEXTS = {"builtin": "Python sources", "tinyshakespeare": "tinyshakespeare", "moby_dick": "Moby Dick"}
 HOPE = ("de73809f142f", 1.6e-2)
@@ -200,17 +200,15 @@ def levels() -> str:
     return levels_table(read("levels"))
 
 
-BLOCKS = (small, over_peers, hybrids, self_modifying, medium, recall, mad, speed, memory, levels)
-
-
-def rendered() -> str:
+def rendered(page: Path) -> str:
     """The page with its blocks written anew."""
-    blocks = {block.__name__: block for block in BLOCKS}
-    text = BLOCK.sub(lambda found: f"{found[1]}{blocks.pop(found[2])()}\n{found[3]}", PAGE.read_text(encoding="utf-8"))
-    if blocks:
-        raise ValueError(f"{PAGE.name} has no place for {', '.join(blocks)}.")
-    return text
+
+    def block(found: re.Match) -> str:
+        return f"{found[1]}{globals()[found[2]]()}\n{found[3]}"
+
+    return BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered(), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(rendered(page), encoding="utf-8")

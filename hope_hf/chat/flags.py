@@ -134,7 +134,7 @@ def make_generate_parser() -> Parser:
 
 def _parser(own: type, **words: str) -> Parser:
     """The flags of the program's own group and the shared ones, and MODEL."""
-    parser = Parser((own, *GROUPS), link="docs/chat.md", allow_abbrev=False, **words)
+    parser = Parser((own, *GROUPS), link="docs/convert.md", allow_abbrev=False, **words)
     for action in parser._actions:
         action.metavar = SHOWN.get(action.dest, action.metavar)
     parser.add_argument("model", metavar="MODEL", action=Checked, help="folder or Hub name of a HOPE")

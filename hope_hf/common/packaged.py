@@ -49,7 +49,7 @@ def make_parser(command: str, use: str = "") -> Parser:
         prog=f"hope-hf {command}",
         description=f"List the {command.replace('-', ' ')} that come with the package, or copy one. {use}",
         example=f"hope-hf {command} --copy {'pilot' if command == 'recipes' else 'ddp'}.yaml",
-        link="docs/recipes.md" if command == "recipes" else "docs/distributed.md",
+        link="docs/distributed.md",
         allow_abbrev=False,
     )
     parser.add_argument("--copy", metavar="NAME", action=Checked, help="copy this one")

@@ -48,7 +48,7 @@ class Data:
     scored and has no bytes, so the bits include those of the document ends. 1 for synthetic tokens."""
     unigram_loss: float | None
     """Nats per scored validation token of a model that knows only how frequent the tokens of the training text are
-    (docs/metrics.md); None where these are not counted."""
+    (docs/reference.md); None where these are not counted."""
     train_tokens: int | None
     """Tokens of one epoch; None for a stream."""
     fingerprint: str

@@ -23,7 +23,7 @@ def make_parser() -> Parser:
         prog="hope-hf export",
         description="Make a folder for the Hub, check it, and upload it.",
         example="hope-hf export runs/pilot --to exports/pilot --push_to_hub owner/name",
-        link="docs/export.md",
+        link="docs/fine_tuning.md",
         allow_abbrev=False,
     )
     add = partial(parser.add_argument, action=Checked)

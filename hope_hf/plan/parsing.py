@@ -148,7 +148,7 @@ def make_parser() -> Parser:
         usage="%(prog)s [recipe.yaml] [flags]",
         description="Tell whether a run fits, and how long it takes. Command-line flags override the recipe.",
         example="hope-hf plan recipes/target.yaml --accelerate_config accelerate_configs/fsdp2.yaml --world_size 8",
-        link="docs/memory.md",
+        link="docs/distributed.md",
         allow_abbrev=False,
     )
 

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md says shows a cause shows it: two processes, of which the second has the trouble."""
+"""What docs/running.md says shows a cause shows it: two processes, of which the second has the trouble."""
 
 import json
 import os

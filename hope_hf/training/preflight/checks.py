@@ -13,7 +13,7 @@ from .facts import Facts, Gpu, Room
 
 # Share of the free memory; above it the allocator's gaps and the system's own needs may not fit.
 COMFORTABLE = 0.9
-# The same on a CPU, whose allocator keeps a quarter to two fifths more than a step's tensors (docs/memory.md).
+# The same on a CPU, whose allocator keeps a quarter to two fifths more than a step's tensors (docs/distributed.md).
 COMFORTABLE_ON_CPU = 0.7
 BUSY, USED = 10, 2 * GIB
 """Percent of the time, and bytes, of a GPU that another program uses: more than a desktop's."""
