@@ -120,7 +120,7 @@ def accumulated() -> str:
         {held / GB:.1f} GB on every process. With `--sync_each_batch` gradients are reduced after each batch:
         {reduced / GB:.1f} GB. The gradients are then sent once per batch instead of once per step. The curve is the
         same to 1e-5 (`pytest tests/training/engines/test_engines.py -k reduced`). The card of a run has both figures,
-        and `ram_rank<N>.jsonl` what was held ([metrics.md](metrics.md)).
+        and `ram_rank<N>.jsonl` what was held ([reference.md](reference.md)).
     """)
 
 

@@ -127,56 +127,72 @@ def activations(
             kept += block.whole
         in_backward = max(in_backward, kept + again)
         one_block = max(one_block, block.whole)
-    loss = tokens * width * (2 * 4 + mode.low)
-    if config.model_type == "hope":
-        # No whole logits: the head's gradient, and the logits of a chunk with their normalisation in fp32.
-        chunk = min(width // 2, tokens)
-        loss += config.vocab_size * (4 * width + chunk * (8 if mode == FP32 else 6))
-    else:
-        loss += config.vocab_size * LOSS_BYTES * tokens
     return Activations(
         blocks=kept,
         one_block=one_block,
         in_backward=in_backward,
-        loss=loss,
+        loss=_loss(config, mode, width, tokens),
         weight_copies=2 * shapes.matrices if mode.is_autocast else 0,
         is_estimate=config.model_type not in FORMULAS,
     )
 
 
+def _loss(config, mode: Mode, width: int, tokens: int) -> int:
+    """Bytes of the last norm, the logits and their gradients."""
+    norm = tokens * width * (2 * 4 + mode.low)
+    if config.model_type != "hope":
+        return norm + config.vocab_size * LOSS_BYTES * tokens
+    # No whole logits: the head's gradient, and the logits of a chunk with their normalisation in fp32.
+    chunk = min(width // 2, tokens)
+    of_logit = 8 if mode == FP32 else 6
+    return norm + config.vocab_size * (4 * width + chunk * of_logit)
+
+
 def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, head = config.hidden_size, _head_dim(config)
-    heads, groups = config.num_attention_heads * head, config.num_key_value_heads * head
-    mixer = mode.casts(width, 3) + mode.low * (2 * heads + 2 * groups) + 4 * config.num_attention_heads
-    rest = 2 * mode.norm(width) + mode.casts(width, 2) + mode.low * 4 * config.intermediate_size
-    return [mode.block(width, batch_size * block_size, rest, mixer)] * config.num_hidden_layers
+    width, tokens = config.hidden_size, batch_size * block_size
+    head = _head_dim(config)
+    heads = config.num_attention_heads * head
+    groups = config.num_key_value_heads * head
+    # Casts for three projections; queries, keys, values and output of attention, and the sums of its softmax.
+    mixer = mode.casts(width, readers=3)
+    mixer += mode.low * 2 * (heads + groups)
+    mixer += 4 * config.num_attention_heads
+    rest = 2 * mode.norm(width)
+    rest += mode.casts(width, readers=2)
+    rest += mode.low * 4 * config.intermediate_size
+    return [mode.block(width, tokens, rest, mixer)] * config.num_hidden_layers
 
 
 def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, hidden = config.n_embd, config.n_inner or 4 * config.n_embd
-    # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
-    norms = 2 * width * (mode.stream + mode.low)
-    cast = mode.casts(width, 1)
+    width, tokens = config.n_embd, batch_size * block_size
+    hidden = config.n_inner or 4 * width
     dropped = width if config.resid_pdrop else 0
-    # Kept: one tensor of query, key and value; contiguous copies of query and key; attention's output twice.
-    mixer = mode.low * width * 6 + 4 * config.n_head + dropped + cast
-    rest = norms - cast + mode.low * GELU_TENSORS * hidden + dropped
-    return [mode.block(width, batch_size * block_size, rest, mixer)] * config.n_layer
+    # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
+    cast = mode.casts(width, readers=1)
+    # One tensor of query, key and value; contiguous copies of query and key; attention's output twice.
+    mixer = mode.low * 6 * width + 4 * config.n_head
+    mixer += dropped + cast
+    rest = 2 * width * (mode.stream + mode.low)
+    rest += mode.low * GELU_TENSORS * hidden
+    rest += dropped - cast
+    return [mode.block(width, tokens, rest, mixer)] * config.n_layer
 
 
 def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    tokens, width = batch_size * block_size, config.hidden_size
+    width, tokens = config.hidden_size, batch_size * block_size
     norm = mode.norm(width, is_fused=True)
     rest = norm
     for hidden in config.level_intermediate_sizes:
-        rest += norm + mode.casts(width, 2) + mode.low * 4 * hidden
+        rest += norm + mode.casts(width, readers=2)
+        rest += mode.low * 4 * hidden
     if config.levels.keeps_outputs:
         # Parallel levels keep their outputs for the gradient of the mixing weights.
         rest += mode.low * width * len(config.level_periods)
     blocks = {}
     for mixer in set(config.mixers):
+        casts = mode.casts(width, mixer.input_readers)
         of_batch = mixer.kept_bytes(config, batch_size, block_size, mode.low)
-        blocks[mixer] = mode.block(width, tokens, rest, mode.casts(width, mixer.input_readers), of_batch)
+        blocks[mixer] = mode.block(width, tokens, rest, casts, of_batch)
     return [blocks[mixer] for mixer in config.mixers]
 
 

@@ -77,25 +77,17 @@ def can_simulate(config, launch: Launch) -> str | None:
     return "offloading is not simulated" if launch.strategy.offloads else None
 
 
-def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
-    """The step of `hope_hf.training`, from a few of the model's layers where its blocks repeat."""
+def simulate(config, launch: Launch, options: StepOptions, all_layers: bool = False) -> Simulation:
+    """The step of `hope_hf.training`, from a few of the model's layers where its blocks repeat.
+
+    `all_layers`: from the whole model, which takes minutes for a deep one.
+    """
     start = time.perf_counter()
     kinds = _kinds_of_layers(config)
-    repeats = parse_recomputed(options.checkpointing).every == 1 and len(kinds) > 2 + 3 * len(set(kinds))
-    if repeats and _layers_add_up(config, kinds, options):
-        moments = _added_up(config, kinds, launch, options)
-    else:
+    if all_layers or not _layers_repeat(config, kinds, options):
         moments = _peaks(config, launch, options)
-    return _largest(moments, start)
-
-
-def simulate_all_layers(config, launch: Launch, options: StepOptions) -> Simulation:
-    """As `simulate`, with all layers in one model: minutes for a deep one."""
-    start = time.perf_counter()
-    return _largest(_peaks(config, launch, options), start)
-
-
-def _largest(moments: dict[str, Sizes], start: float) -> Simulation:
+    else:
+        moments = _added_up(config, kinds, launch, options)
     split = max(moments.values(), key=lambda sizes: sum(sizes.values()))
     split = {category: size for category, size in split.items() if size}
     return Simulation(sum(split.values()), split, time.perf_counter() - start)
@@ -106,25 +98,25 @@ def _kinds_of_layers(config) -> list[str]:
     return list(kinds) if kinds else ["block"] * config.num_hidden_layers
 
 
+def _layers_repeat(config, kinds: list[str], options: StepOptions) -> bool:
+    """Whether layers of a kind are alike, and so many that simulating a few takes less time."""
+    different = set(kinds)
+    if parse_recomputed(options.checkpointing).every > 1 or len(kinds) <= 2 + 3 * len(different):
+        return False
+    parameters = shapes_of(config, options.trust_remote_code).units
+    sizes = {(kind, parameters[index]) for index, kind in enumerate(kinds)}
+    # A model without blocks that FSDP would gather has no parameters in them.
+    return parameters[0] > 0 and len(sizes) == len(different)
+
+
 def _with_layers(config, kinds: list[str]):
     """The config of a model with these layers alone."""
     fields = config.to_dict() | {"num_hidden_layers": len(kinds)}
     if getattr(config, "layer_types", None):
-        fields |= {"layer_types": kinds}
+        fields["layer_types"] = kinds
+        # the name in HOPE's files
         fields.pop("mixer_types", None)
     return type(config).from_dict(fields)
-
-
-def _layers_add_up(config, kinds: list[str], options: StepOptions) -> bool:
-    """Whether each layer of a kind has as many parameters as any other: the kind says what the layer is."""
-
-    def count(layers: list[str]) -> int:
-        return shapes_of(_with_layers(config, layers), options.trust_remote_code).count
-
-    none, total = count(kinds[:1]), 0
-    for kind, layers in Counter(kinds[1:]).items():
-        total += layers * (count([kinds[0], kind]) - none)
-    return none + total == shapes_of(config, options.trust_remote_code).count
 
 
 def _added_up(config, kinds: list[str], launch: Launch, options: StepOptions) -> dict[str, Sizes]:
@@ -244,9 +236,11 @@ class Step:
     """Model, optimizer and batches of one optimizer step, wrapped as accelerate wraps them; fake or real tensors."""
 
     def __init__(self, config, launch: Launch, options: StepOptions, mesh: DeviceMesh | None = None):
-        self.launch, self.options, self.mesh = launch, options, mesh
-        named = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
-        self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code, **named)
+        self.launch = launch
+        self.options = options
+        self.mesh = mesh
+        kernel = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
+        self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code, **kernel)
         recompute_activations(self.model, parse_recomputed(options.checkpointing))
         self.wrapped = self._wrap(self.model)
         self.optimizer: LevelClock = build_optimizer(
@@ -329,10 +323,13 @@ class Step:
         self._update()
 
     def _update(self):
-        # On the rank's own parts: with torch 2.11 DTensor plans the norms anew at every call.
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        own = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
-        torch._foreach_mul_(own, (1.0 / nn.utils.get_total_norm(own)).clamp(max=1.0))
+        gradients = []
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                # The rank's own part: with torch 2.11 DTensor plans the norms anew at every call.
+                gradients.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
+        scale = 1.0 / nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, scale.clamp(max=1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -374,19 +371,33 @@ class _AsIfReal(TorchDispatchMode):
     queries: int = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-            if isinstance(args[1], Tensor) and args[0].shape == args[1].shape == self.embedding:
-                return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
-        if function is torch.ops.aten.index.Tensor:
-            indices = [index for index in args[1] if index is not None]
-            if len(indices) == 1 and isinstance(indices[0], Tensor) and indices[0].dtype is torch.bool:
-                return args[0].new_empty((0, *args[0].shape[indices[0].ndim :]))
-        if function is torch.ops.aten.bincount.default and self.queries:
-            number, bins = args[0].numel(), args[2]
-            with unset_fake_temporarily():
-                # The last bin counts queries without a block.
-                first = min(self.queries, number)
-                return torch.tensor([first, *[0] * (bins - 2), number - first])
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 1
+        aten = torch.ops.aten
+        if function is aten.add.Tensor and self._adds_gradients_of_embedding(*args[:2]):
+            function = aten.add_.Tensor
+        elif function is aten.index.Tensor and _selects_by_mask(args[1]):
+            (mask,) = (index for index in args[1] if index is not None)
+            return args[0].new_empty((0, *args[0].shape[mask.ndim :]))
+        elif function is aten.bincount.default and self.queries:
+            return self._counts_of_blocks(number=args[0].numel(), bins=args[2])
+        elif function is aten._local_scalar_dense.default:
+            if args[0].dtype is torch.bool:
+                return False
+            return 1.0 if args[0].is_floating_point() else 1
         return function(*args, **(kwargs or {}))
+
+    def _adds_gradients_of_embedding(self, first: Tensor, second) -> bool:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        return is_in_backward and isinstance(second, Tensor) and first.shape == second.shape == self.embedding
+
+    def _counts_of_blocks(self, number: int, bins: int) -> Tensor:
+        """How many of `number` queries select each block; the last bin counts queries without a block."""
+        with unset_fake_temporarily():
+            counts = torch.zeros(bins, dtype=torch.long)
+            counts[0] = min(self.queries, number)
+            counts[-1] = number - counts[0]
+            return counts
+
+
+def _selects_by_mask(indices: list[Tensor | None]) -> bool:
+    masks = [index for index in indices if index is not None]
+    return len(masks) == 1 and isinstance(masks[0], Tensor) and masks[0].dtype is torch.bool

@@ -34,7 +34,7 @@ def test_launch_files_of_the_repository():
     for path in CONFIGS.glob("*.yaml"):
         launch = read(path, 4 if path.name == "multi_node_fsdp.yaml" else None)
         launches[path.name] = launch.strategy.key, launch.strategy.engine, launch.world_size, launch.parts
-        assert launch.precision == ("bf16" if "bf16" in path.name or "multi" in path.name else "no")
+        assert launch.precision == ("bf16" if "bf16" in path.name else "no")
     assert launches == EXPECTED
     assert {strategy.launch_file for strategy in STRATEGIES.values()} - {None} <= launches.keys()
     assert read(CONFIGS / "fsdp2.yaml", 1024).parts == 1024 and read_launch_file(None, 8, 1).strategy.key == "ddp"

@@ -16,7 +16,7 @@ from hope_hf import HopeConfig
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.memory import memory
 from hope_hf.plan.shapes import shapes_of
-from hope_hf.plan.simulate import Step, can_simulate, simulate, simulate_all_layers
+from hope_hf.plan.simulate import Step, can_simulate, simulate
 
 WORKER = Path(__file__).with_name("step_worker.py")
 SINGLE = Launch(STRATEGIES["ddp"], 1, 1)
@@ -114,7 +114,7 @@ MORE_LAYERS = [
 def test_a_few_layers_add_up_to_all(name, fields, launch, options):
     step = StepOptions(**{"batch_size": 1, "block_size": 64} | options)
     asked = small_config(name, **fields), launch_of(*launch), step
-    few, whole = simulate(*asked), simulate_all_layers(*asked)
+    few, whole = simulate(*asked), simulate(*asked, all_layers=True)
     assert few.peak == pytest.approx(whole.peak, rel=0.005), (few.split, whole.split)
 
 
@@ -123,7 +123,7 @@ def test_categories_shards_and_the_process_group():
     small = simulate(config, launch_of("full_shard", 4, "bf16"), step)
     assert sum(small.split.values()) == small.peak and {"weights", "optimizer", "activations"} <= small.split.keys()
     assert not dist.is_initialized()
-    assert simulate(config, launch_of("full_shard", 1024), step).split["weights"] < small.split["weights"] / 100
+    assert simulate(config, launch_of("full_shard", 1024), step).split["weights"] < small.split["weights"] / 50
     # a hybrid shards inside a replica only
     hybrid = simulate(config, Launch(STRATEGIES["hybrid_shard"], 16, 4), step)
     assert hybrid.split["weights"] == small.split["weights"]
