@@ -288,16 +288,16 @@ MUTANTS = [
     Mutant(
         "the plan forgets gradients",
         "plan/memory.py",
-        "moments[name] |= {\"gradients\": gradients}",
-        "moments[name] |= {\"gradients\": 0}",
-        "tests/plan",
+        "if whole_gradients or (moment != \"backward\" and step.accumulation == 1):",
+        "if True:",
+        "tests/plan/test_memory.py tests/plan/test_pages.py",
     ),
     Mutant(
         "parts of a model cut too small",
         "plan/memory.py",
         "return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) * each(w) for w in shapes.weights)",
         "return sum(w.shape[0] // parts * (w.count // w.shape[0]) * each(w) for w in shapes.weights)",
-        "tests/plan",
+        "tests/plan/test_memory.py",
     ),
     # evaluation and conversion
     Mutant(

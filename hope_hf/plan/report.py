@@ -195,17 +195,16 @@ def draw(plan: Plan, path: str) -> None:
     rows, question = plan.rows, plan.question
     figure = Figure(figsize=(1.2 * len(rows) + 3, 4.5), layout="constrained")
     axes = figure.subplots()
-    # an ordered set
+    tops = dict.fromkeys((row.name for row in rows), 0.0)
     categories = {}
     for row in rows:
         categories |= row.memory.split
     for category in categories:
-        axes.bar(
-            [row.name for row in rows],
-            [row.memory.split.get(category, 0) / GIB for row in rows],
-            bottom=[_below(row, category, categories) / GIB for row in rows],
-            label=category,
-        )
+        bottoms = list(tops.values())
+        heights = [row.memory.split.get(category, 0) / GIB for row in rows]
+        axes.bar(list(tops), heights, bottom=bottoms, label=category)
+        for name, height in zip(tops, heights, strict=True):
+            tops[name] += height
     for index, verdict in enumerate(plan.verdicts):
         axes.axhline(verdict.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {verdict.gpu.name}")
     model, count = architecture(question.config.model_type), question.launch.world_size
@@ -217,12 +216,3 @@ def draw(plan: Plan, path: str) -> None:
     with write_errors(f"--plot {path}"):
         figure.savefig(path, dpi=130)
 
-
-def _below(row: Setting, category: str, categories) -> int:
-    """Bytes of the categories before this one, on which its bar stands."""
-    below = 0
-    for name in categories:
-        if name == category:
-            break
-        below += row.memory.split.get(name, 0)
-    return below

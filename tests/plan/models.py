@@ -5,7 +5,6 @@ from transformers import AutoConfig
 from hope_hf import PRESETS
 
 SMALL = {
-    # First, for its resident memory is measured: models before it leave holes in glibc's heap that a step then fills.
     "pilot": {"model_type": "hope", **PRESETS["pilot"], "num_hidden_layers": 2},
     "tiny": {"model_type": "hope", **PRESETS["tiny"]},
     "clocks": {

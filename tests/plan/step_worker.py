@@ -3,14 +3,9 @@
     torchrun --nproc_per_node 2 tests/plan/step_worker.py '[{"config": {...}, "strategy": "full_shard", ...}]'
 """
 
-import ctypes
-import gc
 import json
 import os
 import sys
-import threading
-import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,13 +18,16 @@ from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import Step, make_mesh
 
 
-def held(step: Step) -> int:
+def resting_bytes(step: Step) -> int:
     """Bytes of this process's weights and optimizer; DDP's buckets are as large as the weights."""
-    weights = sum(own_part(p).nbytes for p in step.model.parameters())
-    states = sum(own_part(t).nbytes for state in step.optimizer.state.values() for t in state.values())
+    weights = sum(own_part(parameter).nbytes for parameter in step.model.parameters())
     buckets = weights if step.launch.world_size > 1 and step.launch.strategy.engine == "plain" else 0
-    batches = sum(batch.nbytes for batch in step.batches)
-    return weights + states + buckets + batches + sum(b.nbytes for b in step.model.buffers())
+    total = weights + buckets
+    for state in step.optimizer.state.values():
+        total += sum(own_part(tensor).nbytes for tensor in state.values())
+    for tensor in (*step.batches, *step.model.buffers()):
+        total += tensor.nbytes
+    return total
 
 
 def allocated_peak(step: Step) -> int:
@@ -39,54 +37,29 @@ def allocated_peak(step: Step) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step.run()
-    found = []
-    stack = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
-    while stack:
-        event, by_gloo = stack.pop()
-        by_gloo = by_gloo or event.name.startswith(("c10d::", "gloo:"))
-        stack.extend((child, by_gloo) for child in event.children)
+    allocations = []
+    events = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+    while events:
+        event, is_of_gloo = events.pop()
+        is_of_gloo = is_of_gloo or event.name.startswith(("c10d::", "gloo:"))
+        events.extend((child, is_of_gloo) for child in event.children)
         if event.tag == torch._C._profiler._EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr, by_gloo))
-    now = peak = 0
-    of_gloo = set()
-    for _, size, address, by_gloo in sorted(found, key=lambda one: one[0]):
-        if size > 0 and by_gloo:
-            of_gloo.add(address)
-        elif size < 0 and address in of_gloo:
-            of_gloo.remove(address)
+            allocations.append((event.start_time_ns, event.extra_fields, is_of_gloo))
+    allocations.sort(key=lambda allocation: allocation[0])
+    size = peak = 0
+    copies = set()
+    for _, fields, is_of_gloo in allocations:
+        if fields.alloc_size > 0 and is_of_gloo:
+            copies.add(fields.ptr)
+        elif fields.alloc_size < 0 and fields.ptr in copies:
+            copies.remove(fields.ptr)
         else:
-            now += size
-            peak = max(peak, now)
+            size += fields.alloc_size
+            peak = max(peak, size)
     return peak
 
 
-def resident() -> int:
-    """Resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def resident_growth(step: Step) -> int:
-    """The most by which resident memory grows in the step."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    start = peak = resident()
-    running = True
-
-    def watch():
-        nonlocal peak
-        while running:
-            peak = max(peak, resident())
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    step.run()
-    running = False
-    thread.join()
-    return peak - start
-
-
-def measure(task: dict, world: int) -> dict[str, int]:
+def measure(task: dict, world: int) -> int:
     """The third and fourth step of a task: before them, torch fills its caches, and DDP makes its final buckets."""
     strategy = STRATEGIES[task["strategy"]]
     launch = Launch(strategy, world, world if strategy.shared else 1, task["precision"])
@@ -96,21 +69,19 @@ def measure(task: dict, world: int) -> dict[str, int]:
     step.connect()
     step.run()
     step.run()
-    base = held(step)
     # While another process is late, what is being reduced lives on beside what comes next: the least of two steps.
-    peak = base + min(allocated_peak(step) for _ in range(2))
-    return {"peak": peak, "resident": base + resident_growth(step) if task["name"] == "pilot" else 0}
+    return resting_bytes(step) + min(allocated_peak(step), allocated_peak(step))
 
 
 def main():
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
         dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    results = [measure(task, world) for task in json.loads(sys.argv[1])]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
-    if dist.is_initialized():
+    peaks = [measure(task, world) for task in json.loads(sys.argv[1])]
+    if os.environ.get("RANK", "0") == "0":
+        print("RESULT " + json.dumps(peaks), flush=True)
+    if world > 1:
         dist.destroy_process_group()
 
 

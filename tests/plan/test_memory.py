@@ -7,11 +7,8 @@ import torch
 from models import small_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen2Config
 
-from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel
+from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.common.recompute import Recomputed
-from hope_hf.model.inputs import Documents
-from hope_hf.model.sparse_attention import HopeSparseAttention
-from hope_hf.model.window_attention import HopeWindowAttention
 from hope_hf.plan.activations import activations, cache_bytes
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import Bytes, memory, shard_bytes, state_bytes
@@ -53,6 +50,8 @@ def test_arithmetic_is_near_the_simulation(name, key, world, precision, options,
     [
         ({"memory_rule": "paper"}, 0.3),
         ({"memory_projections": ["k"]}, 0.3),
+        ({"layer_types": ["sparse_attention"] * 2}, 0.1),
+        ({"layer_types": ["window_attention"] * 2, "sliding_window": 100, "attention_sinks": 4}, 0.1),
         ({"layer_types": ["full_attention"] * 2, "attention_bias": True, "mlp_bias": True, "use_qk_norm": True}, 0.07),
     ],
 )
@@ -116,46 +115,6 @@ def test_more_processes_never_need_more(key):
 def test_fp16_under_deepspeed_has_copies_of_two_bytes():
     wide, low = (plan(small_config("llama"), "zero2", 4, precision)[0].states for precision in ("no", "fp16"))
     assert wide["weights"] == 2 * low["weights"]
-
-
-def test_what_sparse_attention_keeps():
-    """Also the queries of every block."""
-    sizes = dict(sparse_block_size=16, sparse_compress_stride=8, sparse_top_k=8, sparse_window=64)
-    kept, config = kept_of(1024, num_key_value_heads=4, layer_types=["sparse_attention"], **sizes)
-    expected = HopeSparseAttention.kept_bytes(config, 1, 1, 4)
-    assert kept / 1024 + 8 * config.sparse_top_k * 4 == pytest.approx(expected, rel=0.03)
-
-
-@pytest.mark.parametrize("groups, sinks, tokens", [(1, 4, 1000), (2, 0, 600), (4, 4, 90)])
-def test_what_attention_with_a_window_keeps(groups, sinks, tokens):
-    fields = dict(layer_types=["window_attention"], sliding_window=100, attention_sinks=sinks)
-    kept, config = kept_of(tokens, 2, num_key_value_heads=groups, **fields)
-    assert kept == pytest.approx(HopeWindowAttention.kept_bytes(config, 2, tokens, 4), rel=0.03)
-
-
-def kept_of(tokens: int, rows: int = 1, **fields) -> tuple[int, HopeConfig]:
-    """Bytes of storages that a layer's mixer saves for the backward pass, and the configuration."""
-    config = HopeConfig(vocab_size=8, hidden_size=256, num_hidden_layers=1, level_intermediate_sizes=[8] * 3, **fields)
-    model = HopeModel(config)
-    hidden_states = torch.randn(rows, tokens, 256, requires_grad=True)
-    plans, _ = model._plans(hidden_states, None, Documents(None, None), None)
-    # the normalisation keeps the mixer's input, and the plans are those of all layers
-    shared = [hidden_states, *model.parameters()]
-    for mask_plan in plans.values():
-        shared += mask_plan if isinstance(mask_plan, tuple) else ()
-    others = {part.untyped_storage().data_ptr() for part in shared}
-    saved = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in others:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model.layers[0].mixer(hidden_states, **plans)[0]
-    assert output.requires_grad
-    return sum(storage.nbytes() for storage in saved.values()), config
 
 
 def test_states_are_those_of_the_literature():
