@@ -15,6 +15,7 @@ Columns:
 """
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -36,7 +37,6 @@ from hope_hf.common.files import PROCESSES
 from hope_hf.plan.launch import Launch
 from hope_hf.plan.parsing import parse
 from hope_hf.plan.verdict import Setting, settings
-from hope_hf.training.watch.trace import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 # Launch files with which the others are compared.
@@ -113,7 +113,8 @@ def measure(file: Path, ranks: int, batches: int, model: list[str], launch: Laun
         rows = [row for row in _lines(run / "metrics.jsonl") if "train/loss" in row]
         first = beats[0][0]
         took = rows[0]["tokens"] / ranks / first["tokens_per_second"]
-        trace = read_events(run / f"profile-{steps}-{steps}" / "trace_rank0.json.gz")
+        with gzip.open(run / f"profile-{steps}-{steps}" / "trace_rank0.json.gz", "rt", encoding="utf-8") as file:
+            trace = json.load(file)["traceEvents"]
         return Run(
             # Before the profiled step, whose trace takes memory as well.
             peak=max(lines[-2]["memory_gib"] for lines in beats) * 2**30,

@@ -274,15 +274,15 @@ MUTANTS = [
     Mutant(
         "rotation keeps one checkpoint more",
         "training/checkpoints/manifest.py",
-        "[: max(0, save_total_limit - 1)]",
-        "[:save_total_limit]",
+        "if complete <= save_total_limit:",
+        "if complete <= save_total_limit + 1:",
         "tests/training/checkpoints/test_manifest.py",
     ),
     Mutant(
         "a warm-up that jumps to its peak",
         "training/schedule.py",
-        "return self.first + (1 - self.first) * found if done < self.warmup else found",
-        "return found",
+        "share = self.first + (1 - self.first) * share",
+        "pass",
         "tests/training/test_continue.py tests/training/test_parsing.py",
     ),
     Mutant(

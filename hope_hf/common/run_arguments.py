@@ -213,7 +213,7 @@ class CheckpointArguments:
 
 @dataclass
 class MemoryArguments:
-    """Flags that trade memory, speed and communication and leave the result unchanged."""
+    """Flags that trade memory, speed and communication; the result stays, but for new weights by `--init sharded`."""
 
     _argument_group_name = "memory and speed"
 
@@ -223,7 +223,7 @@ class MemoryArguments:
     init: Literal["whole", "sharded"] = flag(
         "whole",
         "whole: every process first builds the whole model in its memory. "
-        "sharded: none does, the same values go to the shards block by block (FSDP, ZeRO-3).",
+        "sharded: none does, shards are filled block by block; new values are other random ones (FSDP, ZeRO-3).",
     )
     sync_each_batch: bool = flag(
         False, "FSDP: reduce gradients after every accumulated batch, so that none are held whole; sends more."
@@ -284,6 +284,10 @@ class Arguments(
         "data text_column on_bad_rows validation_split_percentage max_train_samples max_eval_samples streaming "
         "shuffle_buffer_size assistant_only_loss long_chats".split()
     )
+
+    def part(self, kind: type):
+        """An object of a dataclass of options, a group or a narrower one, with the values of its flags."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     @property
     def length_flag(self) -> str:

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from hope_hf.common.files import disk_errors
-from hope_hf.common.flags import TEXT_SOURCES
 from hope_hf.common.process import one_line
 from hope_hf.common.results import IGNORED, draw_or_warn
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.export import ExportFailed, export_folder, upload
 
 from .checkpoints.manifest import read_manifest
-from .checkpoints.weights import read_weights, take_parts
+from .checkpoints.weights import read_weights, take_shards
 from .engines.base import Engine
-from .parsing import repo_id
 from .watch.plot import draw_curves
 from .watch.tracking import METRICS_FILE
 
@@ -32,16 +29,14 @@ SAMPLE_TOKENS = 96
 PROMPT_TOKENS = 32
 
 
-def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None):
+def finish(folder: Path, engine: Engine, data, evaluation: dict, checkpoint: Path | None, in_parts: bool):
     """Write weights, config, generation config, tokenizer and all_results.json.
 
-    `checkpoint`: a checkpoint of the same weights, if there is one. With `--save_sharded` the weights stay there in
-    parts, so that no process has to hold all of them.
+    `checkpoint`: a checkpoint of the same weights, if there is one. With `in_parts` (`--save_sharded`) the weights
+    stay there, so that no process has to hold all of them.
     """
-    in_parts = engine.saves_parts(args)
     weights = {} if in_parts else final_weights(engine, checkpoint)
     if engine.accelerator.is_main_process:
-        folder = Path(args.output_dir)
         with disk_errors():
             if in_parts:
                 # of a shorter run in this folder
@@ -57,25 +52,43 @@ def finish(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: 
     engine.accelerator.wait_for_everyone()
 
 
-def show(args: Arguments, engine: Engine, data, evaluation: dict, checkpoint: Path | None):
+def show(
+    folder: Path,
+    engine: Engine,
+    data,
+    evaluation: dict,
+    *,
+    parts_in: Path | None,
+    seed: int,
+    length_flag: str,
+    is_chat: bool,
+    names_text: bool,
+):
     """Print what was reached, a sample, how to load the model; draw loss.png. A failure is a warning: the run is
-    complete."""
+    complete.
+
+    Args:
+        parts_in: the checkpoint that has the weights in parts; None if they are whole in `folder`.
+        seed: of the sample.
+        length_flag: the flag that gives the run its length.
+        is_chat: the model has learned an assistant's turns.
+        names_text: the text is not the built-in one.
+    """
     if engine.accelerator.is_main_process:
-        folder = Path(args.output_dir)
         if data.unigram_loss is not None:
-            print(f"\n{compared(evaluation['eval/loss'], data.unigram_loss, args.length_flag)}")
-        in_parts = engine.saves_parts(args)
-        if not in_parts:
-            _show_sample(args, engine, data)
-        if picture := draw_or_warn(partial(draw_curves, [folder]), folder / "loss.png"):
+            print(f"\n{compared(evaluation['eval/loss'], data.unigram_loss, length_flag)}")
+        if parts_in is None:
+            _show_sample(folder, engine, data, seed, sample_heading(names_text))
+        picture = draw_or_warn(partial(draw_curves, [folder]), folder / "loss.png")
+        if picture:
             print(f"Curves: {picture}")
         print(f"Metrics: {folder / METRICS_FILE}")
-        if in_parts:
-            print(f"The weights are in parts in {checkpoint} (--save_sharded). Join them to a folder that loads:\n")
+        if parts_in is not None:
+            print(f"The weights are in parts in {parts_in} (--save_sharded). Join them to a folder that loads:\n")
             print(f"hope-hf checkpoints consolidate {folder} --to DIR\n", flush=True)
         else:
             if engine.model.config.model_type == "hope":
-                print(use_line(args, shlex.quote(str(folder))))
+                print(use_line(is_chat, shlex.quote(str(folder))))
             print(f"Load the model:\n\n{loading_lines(engine.model, folder)}\n", flush=True)
     engine.accelerator.wait_for_everyone()
 
@@ -91,24 +104,25 @@ def compared(loss: float, unigram: float, length_flag: str) -> str:
     )
 
 
-def use_line(args: Arguments, folder: str) -> str:
+def use_line(is_chat: bool, folder: str) -> str:
     """The command that talks to the model, or continues a text with it."""
-    if args.assistant_only_loss:
+    if is_chat:
         return f"Talk to it: hope-hf chat {folder}"
     return f"Continue a text: hope-hf generate {folder} --prompt TEXT"
 
 
-def sample_heading(args: Arguments) -> str:
+def sample_heading(names_text: bool) -> str:
     """The line above the sample; for the built-in text, why it is code."""
-    own = any(getattr(args, name) for name in TEXT_SOURCES)
-    code = "" if own else " (code, since the built-in text is Python's standard library; --train_file trains on yours)"
-    return f"A sampled continuation, after '>>>'{code}:"
+    why = ""
+    if not names_text:
+        why = " (code, since the built-in text is Python's standard library; --train_file trains on yours)"
+    return f"A sampled continuation, after '>>>'{why}:"
 
 
-def _show_sample(args: Arguments, engine: Engine, data):
+def _show_sample(folder: Path, engine: Engine, data, seed: int, heading: str):
     try:
-        prompt, continuation = sample(engine.readable_model(Path(args.output_dir)), data, args.seed)
-        print(f"\n{sample_heading(args)}\n{prompt}>>>{continuation}\n")
+        prompt, continuation = sample(engine.readable_model(folder), data, seed)
+        print(f"\n{heading}\n{prompt}>>>{continuation}\n")
     # Models and tokenizers of other families may raise anything, and memory may run out.
     except Exception as error:
         warnings.warn(f"No sample of the model: {one_line(error)}.", stacklevel=2)
@@ -117,7 +131,7 @@ def _show_sample(args: Arguments, engine: Engine, data):
 def final_weights(engine: Engine, checkpoint: Path | None) -> dict[str, Tensor]:
     """All weights by name on the first process; read from the checkpoint if they would have to be gathered again."""
     if not engine.shards_weights or checkpoint is None:
-        return take_parts(engine).together()
+        return take_shards(engine).gather()
     return read_weights(read_manifest(checkpoint)) if engine.accelerator.is_main_process else {}
 
 
@@ -158,28 +172,24 @@ def loading_lines(model, folder: Path) -> str:
     )
 
 
-PLACE = ".hub-"
+UPLOADED = ".hub-"
 """Begins the name of the folder for an upload, in the run's folder."""
 
 
-def push(args: Arguments, mark: str):
-    """Export the finished run in `--output_dir` and upload it; any failure is a warning.
-
-    `mark`: the run's random id.
-    """
-    own = f"{PLACE}{mark}-"
+def push(folder: Path, run_id: str, repository: str, private: bool):
+    """Export the finished run in `folder` and upload it to a repository of the Hub; any failure is a warning."""
+    prefix = f"{UPLOADED}{run_id}-"
     try:
-        for left in Path(args.output_dir).glob(f"{own}*"):
+        for leftover in folder.glob(f"{prefix}*"):
             # A killed process left it behind.
-            shutil.rmtree(left, ignore_errors=True)
-        with TemporaryDirectory(dir=args.output_dir, prefix=own) as place:
-            out = Path(place) / "export"
-            export_folder(Path(args.output_dir), out, repo_id(args))
-            print(f"Uploaded to {upload(out, repo_id(args), args.hub_private_repo)}", flush=True)
+            shutil.rmtree(leftover, ignore_errors=True)
+        with TemporaryDirectory(dir=folder, prefix=prefix) as scratch:
+            out = Path(scratch) / "export"
+            export_folder(folder, out, repository)
+            print(f"Uploaded to {upload(out, repository, private)}", flush=True)
     except (ValueError, ExportFailed, OSError) as error:
         reason = str(error).rstrip(".")
         warnings.warn(
-            f"--push_to_hub failed and the run in {args.output_dir} is complete: {reason}; "
-            "the same command tries again.",
+            f"--push_to_hub failed and the run in {folder} is complete: {reason}; the same command tries again.",
             stacklevel=2,
         )

@@ -1,11 +1,11 @@
 """The initial weights of a run; `--init sharded` is for models that no machine can build as a whole.
 
-With it the model is sharded on the meta device, and each process fills its own slices. It reads them from weights in
-files, or draws new ones with the random numbers of an unsharded build, one block in memory at a time.
+With it the model is built on the meta device and sharded there. Each process then fills its own slices: from weights
+in files, or with new values that the model's own initialisation draws, one block in memory at a time.
 """
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,22 +13,21 @@ from accelerate import init_empty_weights
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
+from hope_hf.common.flags import ModelArguments
 from hope_hf.common.gpus import GIB
 from hope_hf.common.models import build_model
 from hope_hf.common.process import MISTAKES, trim_memory
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.common.weights import weight_files
 
 from .checkpoints.manifest import Manifest
 from .checkpoints.weights import WeightParts, WholeWeights, check_fits, stored_weights
-from .engines.base import Engine, Slice, like
+from .engines.base import Engine, Slice
 from .engines.placement import free_memory
 
 
-def build_on_meta(args: Arguments, config) -> PreTrainedModel:
+def build_on_meta(args: ModelArguments, config) -> PreTrainedModel:
     """The model of the flags with its parameters on the meta device and real buffers; errors as `build_model`.
 
     It draws random numbers, but not those that `build_model` draws.
@@ -46,31 +45,57 @@ def build_on_meta(args: Arguments, config) -> PreTrainedModel:
 
 
 class DrawnValues:
-    """The initial values of a new model: those that `build_model` would draw now."""
+    """New values, drawn by the model's own `_init_weights`: they have its distributions, but not the random numbers
+    of a model that is built as a whole."""
 
-    def __init__(self, args: Arguments, config, model: PreTrainedModel, random: Tensor):
-        """`model`: the result of `build_on_meta`, not sharded yet. `random`: the state of torch's generator to use."""
-        self._build: Callable[[], PreTrainedModel] = lambda: build_model(args, config)
-        self._random = random
-        self._roots = {type(own): name for name, own in model.named_modules() if isinstance(own, PreTrainedModel)}
-        self._tied = {*model.all_tied_weights_keys}
-        self._names = {name for name, _ in model.named_parameters()} - self._tied
+    def __init__(self, model: PreTrainedModel, seed: int):
+        """`model`: a second result of `build_on_meta`, which is not sharded. `seed`: the same on all processes."""
+        self._model = model
+        self._seed = seed
+        self._tied = set(model.all_tied_weights_keys)
+        self._slices: dict[str, Slice] = {}
 
     @torch.no_grad()
     def fill(self, slices: Iterable[Slice]) -> None:
-        """Set this process's slices of all parameters."""
-        held = {name: own for own in slices for name in own.names}
-        missing = {*self._names}
+        """Set this process's slices of all parameters; ValueError if the model leaves a parameter unset."""
+        self._slices = {name: part for part in slices for name in part.names}
+        torch.manual_seed(self._seed)
+        self._draw(self._model, "", self._model)
 
-        def receive(name: str, values: Tensor) -> None:
-            if name not in self._tied:
-                own, start = held[name].tensors["weight"], held[name].start
-                own.copy_(values.view(-1)[start : start + len(own)])
-                missing.discard(name)
+    def _draw(self, module: nn.Module, name: str, model: PreTrainedModel) -> None:
+        """The values of a module and of those below it. `model`: the innermost one that contains the module."""
+        if isinstance(module, PreTrainedModel):
+            model = module
+        # All modules of a block are in memory together, because some copy from others.
+        is_block = type(module).__name__ in (model._no_split_modules or ())
+        if not is_block:
+            for child_name, child in module.named_children():
+                self._draw(child, f"{name}.{child_name}".strip("."), model)
+        module._apply(_not_a_number, recurse=is_block)
+        if is_block:
+            module.apply(model._init_weights)
+        else:
+            model._init_weights(module)
+        for parameter_name, values in module.named_parameters(name, recurse=is_block):
+            self._take(parameter_name, values)
+        module._apply(lambda tensor: tensor.to("meta"), recurse=is_block)
+        trim_memory()
 
-        torch.set_rng_state(self._random)
-        draw_by_block(self._build, receive, self._roots)
-        assert not missing, f"{missing} was not drawn"
+    def _take(self, name: str, values: Tensor) -> None:
+        if name in self._tied:
+            return
+        if values.isnan().any():
+            raise ValueError(
+                f"--init sharded cannot draw {name}, which this model sets in its own way: leave --init out."
+            )
+        target = self._slices[name].tensors["weight"]
+        start = self._slices[name].start
+        target.copy_(values.view(-1)[start : start + len(target)])
+
+
+def _not_a_number(tensor: Tensor) -> Tensor:
+    """Memory for a parameter on the meta device; what is still not a number afterwards was not initialised."""
+    return torch.full_like(tensor, torch.nan, device="cpu") if tensor.is_meta else tensor
 
 
 class StoredValues:
@@ -83,31 +108,36 @@ class StoredValues:
     def fill(self, slices: Iterable[Slice]) -> None:
         """Set this process's slices of all weights."""
         with self._stored as stored:
-            for own in slices:
-                name = next(name for name in own.names if name in stored.like)
-                stored.read_into(own.tensors["weight"], own.start, name)
+            for part in slices:
+                name = next(name for name in part.names if name in stored.like)
+                stored.read_into(part.tensors["weight"], part.start, name)
 
 
-def pretrained_values(args: Arguments, config, model: PreTrainedModel) -> StoredValues:
+def pretrained_values(args: ModelArguments, config, model: PreTrainedModel) -> StoredValues:
     """The weights of `--model_name_or_path`, for the model of `build_on_meta`.
 
     Raises ValueError if the files have them under other names, or in other shapes.
     """
     named = f"--model_name_or_path {args.model_name_or_path}"
     files = weight_files(args.model_name_or_path, getattr(config, "transformers_weights", None), named)
-    prefix = f"{model.base_model_prefix}."
     with WholeWeights(files) as stored:
         saved = stored.like
-    # A base model's own files lack the prefix.
-    names = {f"{prefix}{name}": name for name in saved} | {name: name for name in saved}
-    tied: dict[Tensor, list[str]] = {}
+    names = {}
+    for name in saved:
+        # A base model's own files lack the prefix.
+        names.setdefault(f"{model.base_model_prefix}.{name}", name)
+        names[name] = name
+    # One of the names of a tied weight is enough.
+    read, missing = set(), {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        tied.setdefault(tensor, []).append(name)
-    for tensor, own in tied.items():
-        found = next((saved[names[name]] for name in own if name in names), None)
-        if found is None or found.shape != tensor.shape:
+        if name in names and saved[names[name]].shape == tensor.shape:
+            read.add(id(tensor))
+        else:
+            missing.setdefault(id(tensor), name)
+    for tensor_id, name in missing.items():
+        if tensor_id not in read:
             raise ValueError(
-                f"{named} has {own[0]} in a form that --init sharded does not read: save the model again with "
+                f"{named} has {name} in a form that --init sharded does not read: save the model again with "
                 "save_pretrained(..., save_original_format=False), or leave --init out."
             )
     return StoredValues(WholeWeights(files, names))
@@ -120,113 +150,11 @@ def checkpoint_values(model: PreTrainedModel, manifest: Manifest) -> StoredValue
     return StoredValues(stored_weights(manifest))
 
 
-def draw_by_block(
-    build: Callable[[], PreTrainedModel], receive: Callable[[str, Tensor], None], roots: dict[type, str]
-) -> PreTrainedModel:
-    """Build a model whose parameters end on the meta device, one block at a time.
-
-    Random values are drawn twice: in the constructor of every layer, and in transformers' initialisation, whose values
-    count. The first values are freed as soon as a layer has its place. For the second, all parameters of a block (or
-    of a module outside of blocks) are real at once, since modules copy from others of their block.
-
-    Args:
-        build: makes the model on the CPU and initialises it.
-        receive: called with the name and the initial values of each parameter, which are freed afterwards. Tied
-            parameters have one call each, as if they were not tied.
-        roots: by class, the name within the whole model of every transformers model that it contains.
-
-    Raises:
-        ValueError: the model sets a value outside of its initialisation, or changes a block that is done.
-    """
-    blocks = _Blocks(receive, roots)
-    original = PreTrainedModel._initialize_weights
-
-    def initialize(root: PreTrainedModel, module: nn.Module, *options):
-        if not getattr(module, "_is_hf_initialized", False):
-            blocks.enter(root, module)
-        original(root, module, *options)
-
-    hook = register_module_module_registration_hook(lambda parent, name, module: blocks.free(module))
-    PreTrainedModel._initialize_weights = initialize
-    try:
-        model = build()
-        blocks.close(model)
-    finally:
-        PreTrainedModel._initialize_weights = original
-        hook.remove()
-    return model
-
-
-class _Blocks:
-    """The block that is being initialised, and those that are done."""
-
-    def __init__(self, receive: Callable[[str, Tensor], None], roots: dict[type, str]):
-        self._receive, self._roots = receive, roots
-        # By root: the block of each module that is in one, and the names of all modules.
-        self._known: dict[PreTrainedModel, tuple[dict, dict]] = {}
-        self._current: nn.Module | None = None
-        self._real: list[tuple[nn.Module, str, nn.Parameter, str]] = []
-        self._done: list[tuple[str, nn.Parameter, int]] = []
-
-    def free(self, module: nn.Module) -> None:
-        """Move the parameters that a new module has itself to the meta device."""
-        for key, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                module._parameters[key] = like(parameter, "meta")
-
-    def enter(self, root: PreTrainedModel, module: nn.Module) -> None:
-        """Make the parameters real that the initialisation of this module may set."""
-        if root not in self._known:
-            wanted = root._no_split_modules or ()
-            blocks = [block for block in root.modules() if type(block).__name__ in wanted]
-            prefix = self._roots[type(root)]
-            names = {own: f"{prefix}.{name}".strip(".") for name, own in root.named_modules()}
-            self._known[root] = {own: block for block in blocks for own in block.modules()}, names
-        block_of, names = self._known[root]
-        block = block_of.get(module, module)
-        if block is self._current:
-            return
-        self._leave()
-        self._current = block
-        for own in block.modules() if block in block_of else (block,):
-            self.free(own)
-            for key, parameter in own._parameters.items():
-                if parameter is not None:
-                    self._real.append((own, key, parameter, f"{names[own]}.{key}"))
-                    own._parameters[key] = like(parameter, "cpu")
-
-    def close(self, model: PreTrainedModel) -> None:
-        """Hand over the last block; check that all parameters were initialised, and not changed afterwards."""
-        self._leave()
-        for name, parameter in model.named_parameters():
-            if not parameter.is_meta:
-                raise ValueError(_refusal(name))
-        for name, parameter, version in self._done:
-            if parameter._version != version:
-                raise ValueError(_refusal(name))
-
-    def _leave(self) -> None:
-        for module, key, parameter, name in self._real:
-            real = module._parameters[key]
-            # Counts changes in place: without any, the values are not initial ones but whatever the memory had.
-            if not real._version:
-                raise ValueError(_refusal(name))
-            self._receive(name, real.detach())
-            module._parameters[key] = parameter
-            self._done.append((name, parameter, parameter._version))
-        self._real.clear()
-        trim_memory()
-
-
-def _refusal(name: str) -> str:
-    return f"--init sharded cannot draw {name}, which this model sets in its own way: leave --init out."
-
-
 # The dtype in which all models train.
 DTYPE = torch.float32
 
 
-def built_bytes(args: Arguments, config, continues: bool) -> int:
+def built_bytes(args: ModelArguments, config, continues: bool) -> int:
     """Bytes of memory that one process needs to build the model.
 
     Weights that need no conversion count as nothing: all processes map the same pages of their file. `continues`: the
@@ -242,10 +170,10 @@ def built_bytes(args: Arguments, config, continues: bool) -> int:
             return 0
     else:
         tensors = build_on_meta(replace(args, model_name_or_path=None), config).parameters()
-    return sum(tensor.numel() for tensor in tensors) * DTYPE.itemsize
+    return DTYPE.itemsize * sum(tensor.numel() for tensor in tensors)
 
 
-def build_fake(args: Arguments, config) -> PreTrainedModel:
+def build_fake(args: ModelArguments, config) -> PreTrainedModel:
     """The model on fake tensors, which take no memory and stay where they are."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(replace(args, model_name_or_path=None), config)

@@ -59,12 +59,14 @@ def parse(argv: list[str]) -> Arguments:
     _check(args)
     _warn_of_ignored(args, named)
     # A recipe names the values that it wants, and loaded weights are not trained as new ones.
-    of_a_file = [name for name in TEXT_SOURCES if getattr(args, name)] == ["train_file"]
-    return _with_defaults(args, named) if of_a_file and not recipe and not args.model_name_or_path else args
+    sources = [name for name in TEXT_SOURCES if getattr(args, name)]
+    if sources == ["train_file"] and not recipe and not args.model_name_or_path:
+        return _with_defaults(args, named)
+    return args
 
 
-def _with_defaults(args: Arguments, given: set[str]) -> Arguments:
-    """The flags with the defaults of a text of this size in place of those that were not given."""
+def _with_defaults(args: Arguments, named: set[str]) -> Arguments:
+    """The flags with the defaults of a text of this size in place of those that were not named."""
     # Imported here: --help and misspelled flags need no models and data sets.
     from hope_hf import PRESETS
     from hope_hf.common.models import build_config, named_vocabulary
@@ -82,10 +84,10 @@ def _with_defaults(args: Arguments, given: set[str]) -> Arguments:
             # A row has several pieces.
             "block_size": args.level_learning != "none",
         }
-        given = given | {name for name, is_decided in decided.items() if is_decided}
+        named = named | {name for name, is_decided in decided.items() if is_decided}
         size = size_of_files(args.train_file, "--train_file")
-        defaults = defaults_of(size, getattr(config, "hidden_size", 0), given)
-    defaults = {name: default for name, default in defaults.items() if name not in given}
+        defaults = defaults_of(size, getattr(config, "hidden_size", 0), named)
+    defaults = {name: default for name, default in defaults.items() if name not in named}
     flags = {name: default.value for name, default in defaults.items() if name in FLAGS}
     return replace(args, **flags, defaults=defaults)
 
@@ -113,9 +115,9 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("hub_private_repo", not args.push_to_hub, "--push_to_hub is not given"),
     )
     if args.keep_every and args.checkpointing_steps and args.keep_every % args.checkpointing_steps:
-        kept = math.lcm(args.keep_every, args.checkpointing_steps)
+        steps = math.lcm(args.keep_every, args.checkpointing_steps)
         warn_once(
-            f"--keep_every {args.keep_every} keeps a checkpoint every {kept} steps: it is no multiple of "
+            f"--keep_every {args.keep_every} keeps a checkpoint every {steps} steps: it is no multiple of "
             f"--checkpointing_steps {args.checkpointing_steps}."
         )
     if args.watchdog_seconds >= args.ddp_timeout:
@@ -147,31 +149,41 @@ def _check(args: Arguments):
     if args.model_name_or_path and (args.config_name or args.config_overrides or args.model_type):
         flag = next(n for n in ("config_name", "config_overrides", "model_type") if getattr(args, n))
         raise ValueError(f"--{flag} shapes a new model and --model_name_or_path loads one: give only one of them.")
-    if args.lora_rank and not args.model_name_or_path:
-        raise ValueError("--lora_rank adapts a trained model: name it with --model_name_or_path.")
-    whole = {"train_only": "memories", "init": "sharded", "save_sharded": True, "push_to_hub": True}
-    for name, value in whole.items():
-        if args.lora_rank and getattr(args, name) == value:
-            shown = f"--{name}" if value is True else f"--{name} {value}"
-            raise ValueError(f"--lora_rank trains and saves an adapter alone: leave {shown} out.")
+    if args.lora_rank:
+        _check_lora(args)
     if args.lr_scheduler_type == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
         raise ValueError(
             f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}: give a higher --learning_rate."
         )
     check_streaming(args)
-    if args.ignore_data_skip and args.resume_from_checkpoint in (None, "latest"):
-        raise ValueError(
-            "--ignore_data_skip reads another text with the state of another run: name its folder or checkpoint with "
-            "--resume_from_checkpoint, and a new --output_dir."
-        )
-    if args.ignore_data_skip and args.max_train_steps is None:
-        raise ValueError(
-            "--ignore_data_skip needs --max_train_steps, which counts the steps of the run before, too: epochs of two "
-            "texts do not add up."
-        )
+    if args.ignore_data_skip:
+        _check_data_skip(args)
     if args.streaming and args.max_train_steps is None:
         raise ValueError("--streaming has no known length: give --max_train_steps.")
     if args.dataset_name and args.validation_file:
         raise ValueError("--dataset_name and --validation_file exclude each other: give only one of them.")
     if args.validation_file and not args.train_file:
         raise ValueError("--validation_file needs --train_file.")
+
+
+def _check_lora(args: Arguments):
+    if not args.model_name_or_path:
+        raise ValueError("--lora_rank adapts a trained model: name it with --model_name_or_path.")
+    whole = {"train_only": "memories", "init": "sharded", "save_sharded": True, "push_to_hub": True}
+    for name, value in whole.items():
+        if getattr(args, name) == value:
+            shown = f"--{name}" if value is True else f"--{name} {value}"
+            raise ValueError(f"--lora_rank trains and saves an adapter alone: leave {shown} out.")
+
+
+def _check_data_skip(args: Arguments):
+    if args.resume_from_checkpoint in (None, "latest"):
+        raise ValueError(
+            "--ignore_data_skip reads another text with the state of another run: name its folder or checkpoint with "
+            "--resume_from_checkpoint, and a new --output_dir."
+        )
+    if args.max_train_steps is None:
+        raise ValueError(
+            "--ignore_data_skip needs --max_train_steps, which counts the steps of the run before, too: epochs of two "
+            "texts do not add up."
+        )

@@ -14,18 +14,17 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from hope_hf.common.process import is_first_process, set_up_cpu
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.interrupt import quit_now, write_now
 
 QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 
 
-def prepare_process(args: Arguments, accelerator: Accelerator):
+def prepare_process(accelerator: Accelerator, seed: int, cpu_threads: int | None, tf32: bool):
     """Set threads, denormals, matmul precision and seed, the same in every process."""
-    set_up_cpu(args.cpu_threads, says=True)
-    if accelerator.device.type == "cuda" and args.tf32:
+    set_up_cpu(cpu_threads, says=True)
+    if accelerator.device.type == "cuda" and tf32:
         torch.set_float32_matmul_precision("high")
-    set_seed(args.seed)
+    set_seed(seed)
     # In fp16 the first step may have no update, because the scale begins too high. The user need not act.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`")
     if not shows_bars(accelerator):
@@ -68,15 +67,15 @@ class StopAfter:
 
 def parse_stop_after(named: str) -> tuple[float, float]:
     """The steps and the seconds of `--stop_after`, one of them infinite; ValueError for anything else."""
-    found = re.fullmatch(r"(\d{1,9})|(\d{1,9}(?:\.\d{1,9})?)([smh])", named.strip(), re.ASCII)
-    steps, time_given, unit = found.groups() if found else (None, None, None)
-    limits = (
-        int(steps) if steps else math.inf,
-        float(time_given) * {"s": 1, "m": 60, "h": 3600}[unit] if time_given else math.inf,
-    )
-    if not found or 0 in limits:
+    match = re.fullmatch(r"(?P<steps>\d{1,9})|(?P<time>\d{1,9}(\.\d{1,9})?)(?P<unit>[smh])", named.strip(), re.ASCII)
+    steps = seconds = math.inf
+    if match and match["steps"]:
+        steps = int(match["steps"])
+    elif match:
+        seconds = float(match["time"]) * {"s": 1, "m": 60, "h": 3600}[match["unit"]]
+    if not match or 0 in (steps, seconds):
         raise ValueError(f"--stop_after is {named!r}: give steps or a time, such as 500, 30s, 90m or 11.5h.")
-    return limits
+    return steps, seconds
 
 
 class StopSignal:

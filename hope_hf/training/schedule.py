@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import transformers
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hope_hf.common.process import one_line
-from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.run_arguments import OptimizationArguments
 
 MOST_WARM_UP_STEPS = 1000
 # They have no last step.
@@ -57,8 +57,10 @@ class Schedule:
 
         def fraction(step: int) -> float:
             done = step - self.begin
-            found = factor(done if self.kind in ENDLESS else min(done, steps))
-            return self.first + (1 - self.first) * found if done < self.warmup else found
+            share = factor(done if self.kind in ENDLESS else min(done, steps))
+            if done < self.warmup:
+                share = self.first + (1 - self.first) * share
+            return share
 
         return fraction
 
@@ -67,11 +69,12 @@ class Schedule:
         function = TYPE_TO_SCHEDULER_FUNCTION[self.kind]
         known = [name for name in inspect.signature(function).parameters if name not in _SET]
         try:
-            if unknown := [name for name in self.settings if name not in known]:
-                raise ValueError(f"{unknown[0]!r} is unknown")
+            for name in self.settings:
+                if name not in known:
+                    raise ValueError(f"{name!r} is unknown")
             fraction = self.fractions(peak)
-            steps = [self.begin + (self.end - self.begin) * part // _SAMPLES for part in range(_SAMPLES + 1)]
-            for step in steps:
+            for part in range(_SAMPLES + 1):
+                step = self.begin + (self.end - self.begin) * part // _SAMPLES
                 if not -1e-9 <= fraction(step) <= 1 + 1e-9:
                     raise ValueError(f"the rate of step {step} would be {fraction(step):g} times its peak")
         except (ValueError, TypeError, ArithmeticError) as error:
@@ -82,40 +85,42 @@ class Schedule:
             ) from None
 
 
-def schedule_of(args: Arguments, total_steps: int, begin: int = 0, first: float = 0.0) -> Schedule:
+def schedule_of(options: OptimizationArguments, total_steps: int, begin: int = 0, first: float = 0.0) -> Schedule:
     """The schedule that the flags ask for in a run of `total_steps`; ValueError if it would end before it begins."""
-    end = args.lr_scheduler_steps or total_steps
+    end = options.lr_scheduler_steps or total_steps
     if end <= begin:
         raise ValueError(f"--lr_scheduler_steps {end}: this run's schedule begins at step {begin}, give more.")
     steps = end - begin
-    warmup = args.num_warmup_steps
-    if args.lr_scheduler_type == "constant":
+    warmup = options.num_warmup_steps
+    if options.lr_scheduler_type == "constant":
         # transformers' has none
         warmup = 0
     elif warmup is None:
         warmup = min(steps // 10, MOST_WARM_UP_STEPS)
-    settings = parse_settings(args.lr_scheduler_kwargs)
+    settings = parse_settings(options.lr_scheduler_kwargs)
     # transformers has no defaults for these.
-    if args.lr_scheduler_type == "cosine_with_min_lr" and settings.keys().isdisjoint(("min_lr", "min_lr_rate")):
+    if options.lr_scheduler_type == "cosine_with_min_lr" and settings.keys().isdisjoint(("min_lr", "min_lr_rate")):
         settings["min_lr_rate"] = 0.1
-    if args.lr_scheduler_type == "warmup_stable_decay":
+    if options.lr_scheduler_type == "warmup_stable_decay":
         settings.setdefault("num_decay_steps", max(1, steps // 10))
-    return Schedule(args.lr_scheduler_type, warmup, end, settings, begin, first)
+    return Schedule(options.lr_scheduler_type, warmup, end, settings, begin, first)
 
 
-def continued(args: Arguments, total_steps: int, peak: float, old: Schedule, step: int, rate: float) -> Schedule:
+def continued(
+    options: OptimizationArguments, total_steps: int, peak: float, old: Schedule, step: int, rate: float
+) -> Schedule:
     """The schedule of a run that goes on after `step` steps, the next of which would have had the rate `rate`.
 
     If the schedule `old` has not ended, or the new one has the same rate, the new one applies as from the beginning.
     Otherwise it begins again at `step`, and its warm-up rises from `rate`.
     """
-    joined = schedule_of(args, total_steps, old.begin, old.first)
-    end = args.lr_scheduler_steps or total_steps
+    joined = schedule_of(options, total_steps, old.begin, old.first)
+    end = options.lr_scheduler_steps or total_steps
     if joined == old or step < old.end or end <= step:
         return joined
     if math.isclose(joined.fractions(peak)(step) * peak, rate, rel_tol=1e-6):
         return joined
-    return schedule_of(args, total_steps, begin=step, first=min(1.0, rate / peak))
+    return schedule_of(options, total_steps, begin=step, first=min(1.0, rate / peak))
 
 
 def describe_change(old: Schedule, new: Schedule, peak: float, step: int, rate: float, total_steps: int) -> str:
@@ -128,7 +133,7 @@ def describe_change(old: Schedule, new: Schedule, peak: float, step: int, rate: 
             "rates, so its losses are not bit-equal."
         )
     before, now = old.fractions(peak), new.fractions(peak)
-    if all(before(done) == now(done) for done in range(step)):
+    if list(map(before, range(step))) == list(map(now, range(step))):
         return (
             f"The {step} steps so far had the rates of the new schedule ({new.kind}, {new.end} steps): the run goes "
             "on as if it had begun with it."
@@ -156,15 +161,14 @@ def parse_settings(text: str | None) -> dict:
 
 def saved_schedule(values: dict) -> Schedule:
     """The schedule in a checkpoint; ValueError for values that no run writes."""
-    found = Schedule(**values)
-    counts = (found.warmup, found.end, found.begin)
-    numbers = all(type(value) is int and 0 <= value < 2**53 for value in counts) and type(found.first) in (int, float)
-    if not numbers or found.kind not in TYPE_TO_SCHEDULER_FUNCTION or not isinstance(found.settings, dict):
+    schedule = Schedule(**values)
+    for count in (schedule.warmup, schedule.end, schedule.begin):
+        if type(count) is not int or not 0 <= count < 2**53:
+            raise ValueError(f"a schedule {values}")
+    is_known = schedule.kind in TYPE_TO_SCHEDULER_FUNCTION and isinstance(schedule.settings, dict)
+    if not is_known or not 0 <= schedule.first <= 1 or schedule.begin >= schedule.end:
         raise ValueError(f"a schedule {values}")
-    if not 0 <= found.first <= 1 or found.begin >= found.end:
-        raise ValueError(f"a schedule {values}")
-    # earlier versions named a warm-up, which this kind does not have
-    return replace(found, warmup=0) if found.kind == "constant" else found
+    return schedule
 
 
 def set_scheduler(scheduler: LRScheduler, saved: dict, step: int, same: bool) -> None:
@@ -174,18 +178,18 @@ def set_scheduler(scheduler: LRScheduler, saved: dict, step: int, same: bool) ->
         saved: the state of the checkpoint's scheduler.
         same: whether rates and schedule are those of the checkpoint; ValueError if `saved` is not the state there.
     """
-    own = scheduler.state_dict()
+    state = scheduler.state_dict() | {"last_epoch": step, "_step_count": step + 1}
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     groups = scheduler.optimizer.param_groups
     if not same:
-        scheduler.load_state_dict(own | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
+        scheduler.load_state_dict(state | {"_last_lr": rates})
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         return
-    if saved["base_lrs"] != own["base_lrs"] or saved["last_epoch"] != step:
-        raise ValueError(f"base_lrs {saved['base_lrs']} at {saved['last_epoch']}, this run has {own['base_lrs']}")
-    # The last digit may differ between machines.
-    for found in (saved["_last_lr"], [group["lr"] for group in groups]):
-        if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, rates, strict=True)):
-            raise ValueError(f"learning rates {found}, this run has {rates}")
-    scheduler.load_state_dict(own | {"last_epoch": step, "_step_count": step + 1, "_last_lr": saved["_last_lr"]})
+    if saved["base_lrs"] != scheduler.base_lrs or saved["last_epoch"] != step:
+        raise ValueError(f"base_lrs {saved['base_lrs']} at {saved['last_epoch']}, this run has {scheduler.base_lrs}")
+    for group, saved_rate, rate in zip(groups, saved["_last_lr"], rates, strict=True):
+        # The last digit may differ between machines.
+        if not (math.isclose(saved_rate, rate, rel_tol=1e-6) and math.isclose(group["lr"], rate, rel_tol=1e-6)):
+            raise ValueError(f"learning rates {saved['_last_lr']}, this run has {rates}")
+    scheduler.load_state_dict(state | {"_last_lr": saved["_last_lr"]})

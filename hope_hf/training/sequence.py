@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hope_hf import LevelLearning
 from hope_hf.common.models import is_hope
-from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.run_arguments import OptimizationArguments
 
 from .engines.base import Engine
 
@@ -18,36 +18,36 @@ from .engines.base import Engine
 PERIOD = 256
 
 
-def set_learning(args: Arguments, config: PreTrainedConfig) -> None:
+def set_learning(options: OptimizationArguments, config: PreTrainedConfig) -> None:
     """Write the flags into the config of the run's model; without `--level_learning` it stays.
 
     Raises ValueError with one sentence for a model without levels, or another number of levels.
     """
-    if args.level_learning == "none":
+    if options.level_learning == "none":
         return
     if not is_hope(config):
         raise ValueError(f"--level_learning trains the levels of a HOPE, and this is a {config.model_type}.")
-    given = config.level_learning or LevelLearning()
-    periods = given.periods
-    if args.level_learning_period is not None or periods is None:
-        periods = [args.level_learning_period or PERIOD] * len(config.level_periods)
-    config.level_learning = replace(given, periods=periods, learned_rate=True)
+    learning = config.level_learning or LevelLearning()
+    periods = learning.periods
+    if options.level_learning_period is not None or periods is None:
+        periods = [options.level_learning_period or PERIOD] * len(config.level_periods)
+    config.level_learning = replace(learning, periods=periods, learned_rate=True)
     config.level_learning.check(config)
 
 
-def check_learning(args: Arguments, config: PreTrainedConfig, block_size: int, engine: Engine) -> None:
+def check_learning(
+    config: PreTrainedConfig, block_size: int, document_boundary: str, torch_compile: bool, engine: Engine
+) -> None:
     """ValueError with one sentence if the run cannot train through what levels learn."""
-    if args.level_learning == "none":
-        return
     period = config.level_learning.periods[0]
     if block_size < 2 * period:
         raise ValueError(
             f"--level_learning sequence reads rows in pieces of {period} tokens and --block_size is {block_size}: "
             "give rows of two pieces or more, or a smaller --level_learning_period."
         )
-    if args.document_boundary == "carry":
+    if document_boundary == "carry":
         raise ValueError("--level_learning sequence begins every row anew: use --document_boundary reset.")
-    if args.torch_compile:
+    if torch_compile:
         raise ValueError("--level_learning sequence goes back through every piece twice: leave --torch_compile out.")
     if "mask" in config.needs and config.keeps_state:
         raise ValueError(
@@ -73,6 +73,6 @@ def add_rates(model: PreTrainedModel, config: PreTrainedConfig) -> None:
                 level.add_rates(learning.matrices)
 
 
-def learning_inputs(args: Arguments) -> dict:
-    """Arguments of every forward pass in training."""
-    return {} if args.level_learning == "none" else {"learn": True}
+def learning_inputs(level_learning: str) -> dict:
+    """Arguments of every forward pass in training, by the value of `--level_learning`."""
+    return {} if level_learning == "none" else {"learn": True}

@@ -1,4 +1,4 @@
-"""The state of a run besides weights and optimizer: written to checkpoints, and read from them."""
+"""The state of the loop besides weights and optimizer: written to checkpoints, and read from them."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -51,7 +51,7 @@ class CarriedMemory:
 
 
 @dataclass
-class Progress:
+class Counters:
     """The counters of the loop, JSON-able."""
 
     step: int = 0
@@ -96,7 +96,7 @@ class Progress:
 
 
 @dataclass
-class TrainState:
+class LoopState:
     """Everything a checkpoint holds besides weights, tokenizer and the optimizer's state.
 
     Attributes:
@@ -105,7 +105,7 @@ class TrainState:
         scheduler: what sets the rates of the optimizer's groups by it.
         carry: the memories carried from one step to the next.
         scaling: the scaling of the loss in fp16, or None.
-        progress: the loop's counters.
+        counters: of steps, tokens and losses.
         data: the loader's own state after the last batch trained on.
     """
 
@@ -114,7 +114,7 @@ class TrainState:
     scheduler: LRScheduler
     carry: CarriedMemory
     scaling: LossScaling | None
-    progress: Progress = field(default_factory=Progress)
+    counters: Counters = field(default_factory=Counters)
     data: dict | None = None
 
     def state_dict(self) -> dict[str, dict]:
@@ -122,7 +122,7 @@ class TrainState:
         return {
             "scheduler": self.scheduler.state_dict(),
             "trainer": {
-                "progress": asdict(self.progress),
+                "progress": asdict(self.counters),
                 "identity": self.identity,
                 "schedule": asdict(self.schedule),
                 "loss_scaling": None if self.scaling is None else self.scaling.state(),
@@ -137,32 +137,33 @@ class TrainState:
 
         Raises ValueError that names the file for values that no run writes.
         """
-        trainer, own, scheduler = (saved.state[name] for name in ("trainer", "rank", "scheduler"))
+        trainer, rank = saved.state["trainer"], saved.state["rank"]
         file = "trainer.json"
         try:
-            self.progress = _progress(trainer["progress"], saved.step)
+            self.counters = _read_counters(trainer["progress"], saved.step)
             if self.scaling is not None:
                 self.scaling.load(trainer["loss_scaling"])
             file = "scheduler.json"
-            set_scheduler(self.scheduler, scheduler, saved.step, same_rates)
+            set_scheduler(self.scheduler, saved.state["scheduler"], saved.step, same_rates)
             file = f"rank_{saved.rank}.json"
-            self.data = own["data"]
-            if not all(tensor.isfinite().all() for tensor in own["carried"].values()):
-                raise ValueError("memories that are not finite")
-            self.carry.load(own["carried"], device)
-            if own["rng"] is not None:
-                restore_rng(own["rng"])
+            self.data = rank["data"]
+            for tensor in rank["carried"].values():
+                if not tensor.isfinite().all():
+                    raise ValueError("memories that are not finite")
+            self.carry.load(rank["carried"], device)
+            if rank["rng"] is not None:
+                restore_rng(rank["rng"])
         # RuntimeError: torch's generator has another size.
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise not_of_a_run(saved.path / file, error) from None
 
 
-def _progress(values: dict, step: int) -> Progress:
-    progress = Progress(**values)
-    for counter in fields(Progress):
-        value = getattr(progress, counter.name)
+def _read_counters(values: dict, step: int) -> Counters:
+    counters = Counters(**values)
+    for counter in fields(Counters):
+        value = getattr(counters, counter.name)
         if type(value) not in (int, counter.type) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{counter.name} is {value!r}")
-    if progress.step != step:
-        raise ValueError(f"step is {progress.step} and not {step}")
-    return progress
+    if counters.step != step:
+        raise ValueError(f"step is {counters.step} and not {step}")
+    return counters

@@ -20,7 +20,7 @@ from hope_hf.training.checkpoints.writer import BestModel
 from hope_hf.training.engines.base import Slice
 from hope_hf.training.parsing import parse
 from hope_hf.training.process import StopAfter, parse_stop_after
-from hope_hf.training.schedule import Schedule, saved_schedule, schedule_of
+from hope_hf.training.schedule import Schedule, schedule_of
 
 EACH = ["--checkpointing_steps", "2", "--save_total_limit", "9", "--eval_steps", "0"]
 
@@ -103,11 +103,6 @@ def test_a_constant_rate_goes_on_as_in_one_longer_run(run, capsys):
     status, longer = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 6)
     assert status == 0 and curve(longer)[:4] == curve(rows) and len(curve(longer)) == 6
     assert "as if it had begun with it" in capsys.readouterr().out
-
-
-def test_a_constant_schedule_of_an_earlier_version_is_the_same():
-    saved = saved_schedule({"kind": "constant", "warmup": 10, "end": 100, "settings": {}, "begin": 0, "first": 0.0})
-    assert saved == schedule_of(flags(lr_scheduler_type="constant"), 100)
 
 
 def test_a_schedule_of_its_own_length_makes_parts_equal_the_whole(run):

@@ -58,19 +58,6 @@ def test_a_stream_may_be_moved(run, corpus, elsewhere, capsys):
     assert "part-0.jsonl" in capsys.readouterr().err
 
 
-def test_a_stream_of_an_earlier_version_goes_on(run, tmp_path, monkeypatch):
-    stream = ["--streaming", "--shuffle_buffer_size", 8]
-    with monkeypatch.context() as patch:
-        # Its fingerprint was that of names and sizes.
-        patch.setattr("hope_hf.data.build.text_facts", lambda *_: {})
-        patch.setattr("hope_hf.data.sources._stream_identity", lambda config, _: former(config))
-        from hope_hf.data.sources import _former_stream_identity as former
-
-        run("a", *EACH, *stream, "--stop_after", 4)
-    status, rows = run("a", *EACH, *stream)
-    assert status == 0 and len(curve(rows)) == 8
-
-
 def test_a_run_and_its_origin_are_moved_together(run, tmp_path, capsys):
     run("old/base", *EACH, "--max_train_steps", 4, "--lr_scheduler_type", "constant")
     flags = [*EACH, "--lr_scheduler_type", "constant", "--max_train_steps", 8]

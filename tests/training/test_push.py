@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import ModelCard
 from training_runs import HOPE, LLAMA
 
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.export import ExportFailed
 from hope_hf.training import finish
 
@@ -67,7 +66,7 @@ def test_whatever_fails_is_a_warning(monkeypatch, tmp_path, error):
 
     monkeypatch.setattr(finish, "export_folder", fail)
     with pytest.warns(UserWarning) as caught:
-        finish.push(Arguments(output_dir=str(tmp_path), push_to_hub=True), "ab")
+        finish.push(tmp_path, "ab", "books", private=False)
     (warning,) = caught
     reason = str(error).rstrip(".")
     assert f"--push_to_hub failed and the run in {tmp_path} is complete: {reason};" in str(warning.message)

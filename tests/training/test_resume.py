@@ -16,7 +16,7 @@ from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
 from hope_hf.training.schedule import Schedule
-from hope_hf.training.state import CarriedMemory, TrainState
+from hope_hf.training.state import CarriedMemory, LoopState
 
 SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps", "5"]
 
@@ -184,10 +184,10 @@ def test_ctrl_c_before_the_steps_is_one_sentence(run, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(f"error: {QUIT}\n")
 
 
-def new_state() -> TrainState:
+def new_state() -> LoopState:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=4)
-    return TrainState({}, Schedule("cosine", 1, 4), scheduler, CarriedMemory(None), None)
+    return LoopState({}, Schedule("cosine", 1, 4), scheduler, CarriedMemory(None), None)
 
 
 def saved_state(folder) -> SavedRun:
@@ -196,7 +196,7 @@ def saved_state(folder) -> SavedRun:
     for _ in range(2):
         state.scheduler.optimizer.step()
         state.scheduler.step()
-        state.progress.step += 1
+        state.counters.step += 1
     return SavedRun(Manifest(folder, 2, {}, {}), state.state_dict())
 
 
@@ -204,7 +204,7 @@ def test_the_schedule_goes_on_where_it_was(tmp_path):
     saved, state = saved_state(tmp_path), new_state()
     state.scheduler.optimizer.param_groups[0]["lr"] = saved.state["scheduler"]["_last_lr"][0]
     state.load(saved, torch.device("cpu"))
-    assert state.scheduler.state_dict() == saved.state["scheduler"] and state.progress.step == 2
+    assert state.scheduler.state_dict() == saved.state["scheduler"] and state.counters.step == 2
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class CheckpointHook:
         self._process: subprocess.Popen | None = None
         self._deadline: float | None = None
         self._ended = False
-        self._told_of_backlog = False
+        self._warned_of_backlog = False
 
     @property
     def folders(self) -> set[Path]:
@@ -65,8 +65,8 @@ class CheckpointHook:
             # A daemon: after an error the process ends without waiting for it, and the hook continues.
             self._thread = threading.Thread(target=self._serve, name="checkpoint-hook", daemon=True)
             self._thread.start()
-        if len(self._open) > BACKLOG and not self._told_of_backlog:
-            self._told_of_backlog = True
+        if len(self._open) > BACKLOG and not self._warned_of_backlog:
+            self._warned_of_backlog = True
             self._say(
                 f"warning: --checkpoint_hook is behind: {len(self._open)} checkpoints wait for it and are all kept; "
                 "make it faster or raise --checkpointing_steps."
@@ -154,6 +154,8 @@ class CheckpointHook:
 
 def environment(folder: Path, step: int, output_dir: Path) -> dict[str, str]:
     """The process's own environment without the launchers' variables, and with those that the hook reads."""
-    kept = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.fullmatch(name)}
-    told = {"HOPE_CHECKPOINT": folder.absolute(), "HOPE_STEP": step, "HOPE_OUTPUT_DIR": output_dir.absolute()}
-    return kept | {name: str(value) for name, value in told.items()}
+    variables = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.fullmatch(name)}
+    variables["HOPE_CHECKPOINT"] = str(folder.absolute())
+    variables["HOPE_STEP"] = str(step)
+    variables["HOPE_OUTPUT_DIR"] = str(output_dir.absolute())
+    return variables

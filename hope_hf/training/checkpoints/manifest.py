@@ -39,8 +39,8 @@ LATEST = "latest"
 """A link to the newest complete checkpoint, for other programs; a run itself never follows it."""
 FIX = "resume from another checkpoint"
 
-# A folder is `.replaced` while a newer one of the same step takes its name; earlier versions added no mark.
-FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced(-[0-9a-z]+)?)?")
+# A folder is `.replaced` while a newer one of the same step takes its name.
+FOLDER_NAME = re.compile(CHECKPOINT.pattern + r"(\.replaced-[0-9a-z]+)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63 - 1
 
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{file} cannot be read: {FIX}.") from None
     if not unchanged:
         raise ValueError(f"{file} was changed after it was written: {FIX}.")
-    wrong = _impossible(content, folder.name)
+    wrong = _wrong_field(content, folder.name)
     if wrong is not None:
         raise ValueError(f"{file} is no checkpoint's, see its {wrong}: {FIX}.")
     return Manifest(folder, content.pop("step"), content.pop("files"), content)
@@ -168,10 +168,10 @@ def latest_checkpoint(output_dir: str | Path) -> Manifest | None:
 def last_good(output_dir: str | Path) -> str:
     """A phrase for the user that names the newest checkpoint that verifies."""
     try:
-        found = latest_checkpoint(output_dir)
+        newest = latest_checkpoint(output_dir)
     except ValueError:
         return "none is complete"
-    return "none was written yet" if found is None else str(found.folder)
+    return "none was written yet" if newest is None else str(newest.folder)
 
 
 def temporary_name(output_dir: Path, step: int, mark: str) -> Path:
@@ -185,7 +185,7 @@ def temporary_name(output_dir: Path, step: int, mark: str) -> Path:
 def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
     """The manifest's entries of some of the folder's files, each synced to disk; folders among them are skipped."""
     files = {}
-    for path in sorted(path for path in paths if path.is_file()):
+    for path in sorted(filter(Path.is_file, paths)):
         with path.open("rb") as handle:
             os.fsync(handle.fileno())
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -211,13 +211,15 @@ def publish(folder: Path, step: int, facts: dict, files: dict[str, dict], mark: 
     with (folder / MANIFEST).open("w", encoding="utf-8") as handle:
         json.dump({**content, "sha256": seal(content)}, handle, indent=1)
         flush_to_disk(handle)
-    for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        flush_folder(directory)
+    flush_folder(folder)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            flush_folder(path)
 
     final = folder.with_name(name or f"checkpoint-{step}")
     replaced = final.with_name(f"{final.name}.replaced-{mark}")
     if os.path.lexists(final):
-        if _own(final, mark) is None:
+        if _manifest_of_run(final, mark) is None:
             other = final.with_name(f"{final.name}.other-{uuid.uuid4().hex[:8]}")
             final.rename(other)
             warnings.warn(f"{final} was not of this run: it is now {other.name}.", stacklevel=2)
@@ -279,36 +281,47 @@ def rotate(
     """
     if save_total_limit is None:
         return
-    older = [folder for folder in _checkpoints(output_dir) if folder != newest and _step(folder) <= _step(newest)]
-    older = [folder for folder in older if _may_go(folder, mark)]
-    older = [
-        folder for folder in older if all(_step(folder) % every for every in keep_every) or not _has_all_bytes(folder)
-    ]
     # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
-    keep = [folder for folder in older if _has_all_bytes(folder)][: max(0, save_total_limit - 1)]
-    for folder in older:
-        if folder not in keep and folder not in in_use:
+    complete = 1
+    for folder in _checkpoints(output_dir):
+        step = _step(folder)
+        if folder == newest or step > _step(newest) or not _is_of_run(folder, mark):
+            continue
+        if _has_all_bytes(folder):
+            if any(step % every == 0 for every in keep_every):
+                continue
+            complete += 1
+            if complete <= save_total_limit:
+                continue
+        if folder not in in_use:
             _remove(folder, mark)
 
 
-def _may_go(folder: Path, mark: str) -> bool:
+def _is_of_run(folder: Path, mark: str) -> bool:
     """Whether the run `mark` made this checkpoint, and under this name: a user's copy has another."""
-    own = _own(folder, mark)
-    return own is not None and folder.name in (f"checkpoint-{own.step}", f"checkpoint-{own.step}.replaced-{mark}")
+    manifest = _manifest_of_run(folder, mark)
+    if manifest is None:
+        return False
+    name = f"checkpoint-{manifest.step}"
+    return folder.name in (name, f"{name}.replaced-{mark}")
 
 
-def _own(folder: Path, mark: str) -> Manifest | None:
-    """The manifest of a folder that the run `mark` wrote, perhaps by a version without marks; None for others."""
+def _manifest_of_run(folder: Path, mark: str) -> Manifest | None:
+    """The manifest of a folder that the run `mark` wrote; None for others."""
     try:
         manifest = read_manifest(folder)
     except ValueError:
         return None
-    return manifest if manifest.facts.get("run", mark) == mark and not folder.is_symlink() else None
+    is_own = manifest.facts.get("run") == mark and not folder.is_symlink()
+    return manifest if is_own else None
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
     """Newest first; of two of the same step, the one with the final name first."""
-    folders = [path for path in output_dir.glob("checkpoint-*") if FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+    folders = []
+    for path in output_dir.glob("checkpoint-*"):
+        if FOLDER_NAME.fullmatch(path.name) and path.is_dir():
+            folders.append(path)
     return sorted(folders, key=lambda path: (-_step(path), path.name))
 
 
@@ -342,16 +355,17 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _impossible(content: dict, folder_name: str) -> str | None:
+def _wrong_field(content: dict, folder_name: str) -> str | None:
     """The first field that `publish` cannot have written."""
     named = FOLDER_NAME.fullmatch(folder_name)
     step, files = content.get("step"), content.get("files")
     if not _is_count(step) or (named and int(named[1]) != step):
         return "step"
-    if content.get("format", 1) == FORMAT:
-        if not _is_count(content.get("num_processes"), least=1):
+    # Another version may have other fields, and the reader refuses it.
+    if content.get("format") == FORMAT:
+        if not _is_count(content.get("num_processes")) or content["num_processes"] == 0:
             return "num_processes"
-        if type(content.get("only_model")) is not bool:
+        if not isinstance(content.get("only_model"), bool):
             return "only_model"
     if not isinstance(files, dict):
         return "files"
@@ -365,5 +379,5 @@ def _impossible(content: dict, folder_name: str) -> str | None:
     return None
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return type(value) is int and least <= value <= _LARGEST
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST

@@ -8,11 +8,11 @@ can read these files. (torch's own distributed checkpoints cannot hold ZeRO's sl
 """
 
 import copy
+import fnmatch
 import json
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import replace
-from fnmatch import fnmatch
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,41 +32,50 @@ from .weights import StoredSlice, read_slices, writable
 SECOND_MOMENT = "exp_avg_sq"
 
 
-def optimizer_part(
-    engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None
-) -> tuple[dict[str, Tensor], dict[str, dict], list[dict]]:
-    """This process's part of the optimizer's state: tensors on the CPU, where each begins, and the groups.
+@dataclass(frozen=True)
+class OptimizerPart:
+    """A process's part of the optimizer's state.
 
-    The tensors are the optimizer's own if possible, or results of `copied(name, tensor)`.
+    Attributes:
+        tensors: on the CPU, 1-D, by "<parameter>:<key>".
+        index: by parameter: where its slice begins, its number of elements, and its scalars.
+        groups: of all parameters, with their names.
     """
+
+    tensors: dict[str, Tensor]
+    index: dict[str, dict]
+    groups: list[dict]
+
+
+def optimizer_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> OptimizerPart:
+    """This process's part; the tensors are the optimizer's own if possible, or results of `copied(name, tensor)`."""
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict] = {}
-    for held, scalars in engine.optimizer_slices():
-        if held.is_copy or not any(tensor.numel() for tensor in held.tensors.values()):
+    for part, scalars in engine.optimizer_slices():
+        is_empty = all(tensor.numel() == 0 for tensor in part.tensors.values())
+        if part.is_copy or is_empty:
             continue
-        (parameter,) = held.names
+        (parameter,) = part.names
         index[parameter] = {
-            "start": held.start,
-            "numel": held.shape.numel(),
+            "start": part.start,
+            "numel": part.shape.numel(),
             "scalars": {key: value.item() for key, value in scalars.items()},
         }
-        for key, tensor in held.tensors.items():
+        for key, tensor in part.tensors.items():
             name = f"{parameter}:{key}"
             tensors[name] = writable(tensor) if copied is None else copied(name, tensor.detach())
-    return tensors, index, copy.deepcopy(_groups(engine))
+    return OptimizerPart(tensors, index, copy.deepcopy(_groups(engine)))
 
 
-def save_optimizer(
-    folder: Path, rank: int, tensors: dict[str, Tensor], index: dict[str, dict], groups: list[dict]
-) -> None:
-    """Write the result of `optimizer_part`; rank 0 writes the groups as well."""
+def save_optimizer(folder: Path, rank: int, part: OptimizerPart) -> None:
+    """Write a process's part; rank 0 writes the groups as well."""
     stem = folder / f"optimizer_rank_{rank}"
-    stem.with_suffix(".json").write_text(json.dumps(index), encoding="utf-8")
-    if tensors:
-        save_file(tensors, stem.with_suffix(".safetensors"))
+    stem.with_suffix(".json").write_text(json.dumps(part.index), encoding="utf-8")
+    if part.tensors:
+        save_file(part.tensors, stem.with_suffix(".safetensors"))
         copy_rights(stem.with_suffix(".json"), stem.with_suffix(".safetensors"))
     if rank == 0:
-        (folder / "optimizer.json").write_text(json.dumps(groups), encoding="utf-8")
+        (folder / "optimizer.json").write_text(json.dumps(part.groups), encoding="utf-8")
 
 
 @torch.no_grad()
@@ -85,20 +94,9 @@ def load_optimizer(manifest: Manifest, engine: Engine, same_settings: bool = Tru
         _require_groups(saved, groups, file, STRUCTURE if same_settings else ("level", "optimizer"))
         if same_settings:
             _require_same_settings(saved, engine, file)
-        before, now = _periods(saved), _periods(groups)
         # The schedule, which is loaded next, compares them with its own.
         rates = [group["lr"] for group in saved]
-        with ExitStack() as opened:
-            files = _Files(manifest, opened)
-            keys = set()
-            for held, scalars in engine.optimizer_slices():
-                keys |= held.tensors.keys()
-                (name,) = held.names
-                if before[name] == now[name]:
-                    files.read_into(held, scalars)
-                else:
-                    _read_other_period(files, held, scalars, before[name], now[name])
-            files.require_only(keys)
+        _load_states(manifest, engine, _periods(saved), _periods(groups))
     # Errors of names, types and shapes that this program does not write.
     except (LookupError, TypeError, AttributeError) as error:
         raise not_of_a_run(file, error) from None
@@ -106,21 +104,37 @@ def load_optimizer(manifest: Manifest, engine: Engine, same_settings: bool = Tru
         group["lr"] = rate
 
 
-def _read_other_period(files: "_Files", held: Slice, scalars: dict[str, Tensor], before: int, now: int) -> None:
+def _load_states(manifest: Manifest, engine: Engine, before: dict[str, int], now: dict[str, int]) -> None:
+    """Read this process's slices; `before` and `now`: steps between two updates of each parameter."""
+    keys = set()
+    with ExitStack() as opened:
+        files = _StateFiles(manifest, opened)
+        for part, scalars in engine.optimizer_slices():
+            keys |= part.tensors.keys()
+            (name,) = part.names
+            if before[name] == now[name]:
+                files.read_into(part, scalars)
+            else:
+                _read_other_period(files, part, scalars, before[name], now[name])
+        files.require_only(keys)
+
+
+def _read_other_period(files: "_StateFiles", part: Slice, scalars: dict[str, Tensor], before: int, now: int) -> None:
     """Read a slice of a level whose period had `before` steps and has `now`: only longer ones have a clock."""
-    clocked = {"tick", "gradient_sum"}
-    tensors = {key: tensor for key, tensor in held.tensors.items() if before > 1 or key not in clocked}
-    files.read_into(
-        replace(held, tensors=tensors), {key: own for key, own in scalars.items() if before > 1 or key not in clocked}
-    )
+    stored_tensors, stored_scalars = dict(part.tensors), dict(scalars)
+    if before == 1:
+        stored_tensors.pop("gradient_sum", None)
+        stored_scalars.pop("tick", None)
+    files.read_into(replace(part, tensors=stored_tensors), stored_scalars)
     if now == 1:
         return
-    tick, sums = scalars["tick"], held.tensors["gradient_sum"]
+    tick, gradient_sum = scalars["tick"], part.tensors["gradient_sum"]
     if before == 1 or int(tick) == 0:
-        tick.zero_(), sums.zero_()
+        tick.zero_()
+        gradient_sum.zero_()
         return
     calls = recounted(int(tick), before, now)
-    sums.mul_(calls / int(tick))
+    gradient_sum.mul_(calls / int(tick))
     tick.fill_(calls)
 
 
@@ -133,7 +147,10 @@ def _require_groups(saved: list, groups: list[dict], file: Path, keys: tuple[str
 
 def _periods(groups: list[dict]) -> dict[str, int]:
     """Steps between two updates of each parameter, by its name."""
-    return {name: group["period_steps"] for group in groups for name in group["params"]}
+    periods = {}
+    for group in groups:
+        periods |= dict.fromkeys(group["params"], group["period_steps"])
+    return periods
 
 
 def _require_same_settings(saved: list[dict], engine: Engine, file: Path) -> None:
@@ -150,40 +167,42 @@ def _require_same_settings(saved: list[dict], engine: Engine, file: Path) -> Non
 
 
 def _groups(engine: Engine) -> list[dict]:
-    return [
-        {**group, "params": names} for names, group in zip(engine.groups, engine.optimizer.param_groups, strict=True)
-    ]
+    """The optimizer's groups, with the names of parameters in place of the parameters."""
+    groups = []
+    for names, group in zip(engine.groups, engine.optimizer.param_groups, strict=True):
+        groups.append(group | {"params": names})
+    return groups
 
 
-class _Files:
+class _StateFiles:
     """The slices of all processes, opened in `opened` but not read."""
 
     def __init__(self, manifest: Manifest, opened: ExitStack):
+        self._folder = manifest.folder
+        # By parameter: its slices, the scalars of its state, and the files that hold them.
         self._slices: dict[str, list[StoredSlice]] = {}
         self._scalars: dict[str, dict] = {}
-        self._names: dict[str, list[str]] = {}
+        self._sources: dict[str, list[str]] = {}
+        # A file by the key of each state tensor.
         self._keys: dict[str, Path] = {}
-        self._folder = manifest.folder
-        for index in sorted(name for name in manifest.files if fnmatch(name, "optimizer_rank_*.json")):
+        for index in sorted(fnmatch.filter(manifest.files, "optimizer_rank_*.json")):
             entries = read_json(self._folder / index, dict)
-            if not entries:
-                continue
-            path = manifest.path(index.replace(".json", ".safetensors"))
-            try:
-                file = opened.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise not_of_a_run(path, error) from None
-            for name, entry in entries.items():
-                try:
-                    self._slices.setdefault(name, []).append(StoredSlice(entry["start"], file))
-                    self._scalars.setdefault(name, entry["scalars"])
-                except (LookupError, TypeError) as error:
-                    raise not_of_a_run(self._folder / index, error) from None
-                self._names.setdefault(name, []).append(index.replace(".json", ".*"))
-            self._check(path, file, entries)
+            if entries:
+                self._open(manifest.path(index.replace(".json", ".safetensors")), entries, opened)
 
-    def _check(self, path: Path, file: safe_open, entries: dict[str, dict]) -> None:
-        """ValueError unless every tensor belongs to an entry and lies within its parameter."""
+    def _open(self, path: Path, entries: dict[str, dict], opened: ExitStack) -> None:
+        """Open the tensors of one process; ValueError unless each lies within the parameter of an entry."""
+        try:
+            file = opened.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise not_of_a_run(path, error) from None
+        for name, entry in entries.items():
+            try:
+                self._slices.setdefault(name, []).append(StoredSlice(entry["start"], file))
+                self._scalars.setdefault(name, entry["scalars"])
+            except (LookupError, TypeError) as error:
+                raise not_of_a_run(path.with_suffix(".json"), error) from None
+            self._sources.setdefault(name, []).append(f"{path.stem}.*")
         for stored in file.keys():
             parameter, _, key = stored.rpartition(":")
             shape = file.get_slice(stored).get_shape()
@@ -198,9 +217,9 @@ class _Files:
             if keys and key not in {*keys, "gradient_sum"}:
                 raise not_of_a_run(path, f"it has tensors {key}")
 
-    def read_into(self, held: Slice, scalars: dict[str, Tensor]) -> None:
+    def read_into(self, part: Slice, scalars: dict[str, Tensor]) -> None:
         """Fill the tensors and the scalars of a process's slice of a parameter."""
-        (parameter,) = held.names
+        (parameter,) = part.names
         if parameter not in self._slices:
             raise not_of_a_run(self._folder / "optimizer_rank_<r>.json", f"none of them has {parameter}")
         for key, scalar in scalars.items():
@@ -208,25 +227,29 @@ class _Files:
             if type(value) not in (int, float) or not 0 <= value < 2**53:
                 raise self._impossible(parameter, key)
             scalar.fill_(value)
-        for key, tensor in held.tensors.items():
-            name, stored = f"{parameter}:{key}", self._slices[parameter]
-            try:
-                if any(own.file.get_slice(name)[:0].dtype != tensor.dtype for own in stored):
+        for key, tensor in part.tensors.items():
+            self._read_tensor(tensor, part.start, parameter, key)
+
+    def _read_tensor(self, tensor: Tensor, start: int, parameter: str, key: str) -> None:
+        name, stored = f"{parameter}:{key}", self._slices[parameter]
+        try:
+            for piece in stored:
+                if piece.file.get_slice(name)[:0].dtype != tensor.dtype:
                     raise TypeError(f"{name} is not of {dtype_name(tensor.dtype)}")
-                read_slices(tensor, held.start, name, stored)
-            except (LookupError, SafetensorError, TypeError) as error:
-                raise not_of_a_run(self._file_of(parameter), error) from None
-            # The squares of all gradients were finite, so those of their means must be finite, too.
-            squares = tensor if key == SECOND_MOMENT else tensor.float().square()
-            if not squares.isfinite().all() or bool((squares < 0).any()):
-                raise self._impossible(parameter, key)
+            read_slices(tensor, start, name, stored)
+        except (LookupError, SafetensorError, TypeError) as error:
+            raise not_of_a_run(self._file_of(parameter), error) from None
+        # The squares of all gradients were finite, so those of their means must be finite, too.
+        squares = tensor if key == SECOND_MOMENT else tensor.float().square()
+        if not squares.isfinite().all() or bool((squares < 0).any()):
+            raise self._impossible(parameter, key)
 
     def _impossible(self, parameter: str, key: str) -> OneSidedError:
         return OneSidedError(f"{self._file_of(parameter)} holds a {key} of {parameter} that no step has left: {FIX}.")
 
     def _file_of(self, parameter: str) -> Path:
         """The files of one process, or of all that hold a part of the parameter."""
-        return self._folder / ", ".join(self._names[parameter])
+        return self._folder / ", ".join(self._sources[parameter])
 
 
 def _lies_within(entry: dict, shape: list[int]) -> bool:

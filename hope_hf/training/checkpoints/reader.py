@@ -42,10 +42,10 @@ class SavedRun:
     @property
     def identity(self) -> dict:
         """The flags and data of the run that wrote it; ValueError if it holds none."""
-        found = self.state["trainer"].get("identity")
-        if not isinstance(found, dict):
+        identity = self.state["trainer"].get("identity")
+        if not isinstance(identity, dict):
             raise not_of_a_run(self.path / "trainer.json", "it holds no flags")
-        return found
+        return identity
 
     @property
     def path(self) -> Path:
@@ -81,7 +81,7 @@ def find_checkpoint(
     path, facts = manifest.folder, manifest.facts
     if facts.get("format") != FORMAT:
         raise ValueError(
-            f"{path} was written by another version of hope_hf (format {facts.get('format', 1)}, this one reads "
+            f"{path} was written by another version of hope_hf (format {facts.get('format')}, this one reads "
             f"{FORMAT}): continue with that version, or begin from its weights with --model_name_or_path {path}."
         )
     if facts["only_model"]:
@@ -92,25 +92,25 @@ def find_checkpoint(
     same_world = facts["num_processes"] == process.num_processes
     # State that all processes share (such as the number of rows read) is in any file; the data loader checks it.
     rank = process.process_index if same_world else 0
-    own = load_state(manifest, f"rank_{rank}")
-    _require_own(own, path / f"rank_{rank}.json")
-    if own["carried"] and not same_world:
+    rank_state = load_state(manifest, f"rank_{rank}")
+    _require_rank_state(rank_state, path / f"rank_{rank}.json")
+    if rank_state["carried"] and not same_world:
         raise ValueError(
             f"{path} carries the memories of {facts['num_processes']} processes and this run has "
             f"{process.num_processes}: launch it with --num_processes {facts['num_processes']}."
         )
     if not same_world:
-        own["rng"] = None
-    shared = {name: load_state(manifest, name) for name in SHARED_STATE}
-    return SavedRun(manifest, {**shared, "rank": own}, rank)
+        rank_state["rng"] = None
+    state = {name: load_state(manifest, name) for name in SHARED_STATE}
+    return SavedRun(manifest, state | {"rank": rank_state}, rank)
 
 
-def _require_own(own: dict, file: Path) -> None:
+def _require_rank_state(state: dict, file: Path) -> None:
     """ValueError that names the file unless it holds the parts of a process's state."""
-    carried, data = own.get("carried"), own.get("data")
+    carried, data = state.get("carried"), state.get("data")
     if not isinstance(carried, dict) or not all(isinstance(value, Tensor) for value in carried.values()):
         raise not_of_a_run(file, "carried is no dict of tensors")
-    if not isinstance(own.get("rng"), dict):
+    if not isinstance(state.get("rng"), dict):
         raise not_of_a_run(file, "rng is no dict")
     # Of a stream, its own places.
     rows = data.get("rows", 0 if "packers" in data else None) if isinstance(data, dict) else None
@@ -124,42 +124,43 @@ def other_run(output_dir: str | Path, resume_from_checkpoint: str | None) -> str
         return None
     named = os.path.realpath(resume_from_checkpoint)
     # A checkpoint may be on another disk, with a link to it here.
-    own = map(os.path.realpath, (output_dir, *Path(output_dir).glob("checkpoint-*")))
-    return None if any(Path(named).is_relative_to(folder) for folder in own) else named
+    for folder in (output_dir, *Path(output_dir).glob("checkpoint-*")):
+        if Path(named).is_relative_to(os.path.realpath(folder)):
+            return None
+    return named
 
 
 def _choose(output_dir: Path, resume_from_checkpoint: str | None, record: dict) -> Manifest | None:
-    if resume_from_checkpoint not in (None, "latest"):
-        other = other_run(output_dir, resume_from_checkpoint)
-        own = latest_checkpoint(output_dir) if other else None
-        if own is not None and "begun_from" in record:
-            origin = record.get("origin")
-            if other == record["begun_from"] or (origin is not None and origin_of(other) == origin):
-                return own
-        if own is not None:
+    if resume_from_checkpoint in (None, "latest"):
+        newest = latest_checkpoint(output_dir)
+        if newest is None and resume_from_checkpoint == "latest":
             raise ValueError(
-                f"--output_dir {output_dir} holds a run that did not begin from --resume_from_checkpoint "
-                f"{resume_from_checkpoint}: choose a new folder."
+                f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin."
             )
-        newest = None if other else latest_checkpoint(output_dir)
-        if newest is not None and os.path.realpath(resume_from_checkpoint) == os.path.realpath(newest.folder):
+        return newest
+    newest = latest_checkpoint(output_dir)
+    other = other_run(output_dir, resume_from_checkpoint)
+    if other and newest is not None:
+        origin = record.get("origin")
+        began_there = "begun_from" in record and other == record["begun_from"]
+        if began_there or (origin is not None and origin_of(other) == origin):
             return newest
-        try:
-            named = _named(Path(resume_from_checkpoint))
-        except ValueError as error:
-            raise ValueError(f"--resume_from_checkpoint: {error}") from None
-        if newest is not None and newest.step > named.step and not named.facts["only_model"]:
-            raise ValueError(
-                f"--resume_from_checkpoint {resume_from_checkpoint}: the run has gone on to {newest.folder.name}; "
-                "give a new --output_dir to fork the run, latest to continue it, or delete the later checkpoints."
-            )
-        return named
-    found = latest_checkpoint(output_dir)
-    if found is None and resume_from_checkpoint == "latest":
         raise ValueError(
-            f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin."
+            f"--output_dir {output_dir} holds a run that did not begin from --resume_from_checkpoint "
+            f"{resume_from_checkpoint}: choose a new folder."
         )
-    return found
+    if newest is not None and os.path.realpath(resume_from_checkpoint) == os.path.realpath(newest.folder):
+        return newest
+    try:
+        named = _named(Path(resume_from_checkpoint))
+    except ValueError as error:
+        raise ValueError(f"--resume_from_checkpoint: {error}") from None
+    if newest is not None and newest.step > named.step and not named.facts["only_model"]:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from_checkpoint}: the run has gone on to {newest.folder.name}; "
+            "give a new --output_dir to fork the run, latest to continue it, or delete the later checkpoints."
+        )
+    return named
 
 
 def _named(folder: Path) -> Manifest:

@@ -6,6 +6,7 @@ import re
 import shlex
 import uuid
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator, PartialState
@@ -61,17 +62,19 @@ class RunFolder:
         (the data's fingerprint, before the data are read) are not compared.
         """
 
-        def take():
-            record = self._check(identity, changeable)
-            if not self._only_looks and (record is None or is_open(record, identity)):
-                self._lock.acquire()
-                # Checked again: the process that held the lock may have finished the run.
-                record = self._check(identity, changeable)
-            if not self._only_looks and record is not None:
-                remove_leftovers(self.path, record["run_id"])
-            return record
+        return on_first_process(self._accelerator, partial(self._take, identity, changeable))
 
-        return on_first_process(self._accelerator, take)
+    def _take(self, identity: dict, changeable: Collection[str]) -> dict | None:
+        record = self._read(identity, changeable)
+        if self._only_looks:
+            return record
+        if record is None or is_open(record, identity):
+            self._lock.acquire()
+            # Checked again: the process that held the lock may have finished the run.
+            record = self._read(identity, changeable)
+        if record is not None:
+            remove_leftovers(self.path, record["run_id"])
+        return record
 
     def open(
         self,
@@ -87,43 +90,44 @@ class RunFolder:
         these steps stay for good, also under later commands without it. A changed run keeps all its commands.
         """
 
-        def create():
-            found = record = self._check(identity, changeable)
-            if record is None:
-                record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
-                record["num_processes"] = self._accelerator.num_processes
-                record["defaults"] = {name: default.value for name, default in (defaults or {}).items()}
-                if begun_from is not None:
-                    record |= {"begun_from": begun_from, "origin": origin_of(begun_from)}
-            elif is_open(record, identity):
-                merged = record["identity"] | json.loads(json.dumps(identity))
-                if merged != record["identity"]:
-                    record = record | {"commands": [*commands_of(record), command_to_keep()]}
-                record = record | {"identity": merged, "complete": False}
+        def create() -> dict:
+            before = self._read(identity, changeable)
+            if before is None:
+                record = self._new_record(identity, defaults or {}, begun_from)
+            else:
+                record = _continued_record(before, identity)
             if keep_every is not None:
-                record = record | {"keep_every": sorted({*record.get("keep_every", ()), keep_every})}
-            if record != found and not self._only_looks:
+                record["keep_every"] = sorted({*record.get("keep_every", ()), keep_every})
+            if record != before and not self._only_looks:
                 self._write(record)
             return record
 
         return on_first_process(self._accelerator, create)
+
+    def _new_record(self, identity: dict, defaults: dict[str, Default], begun_from: str | None) -> dict:
+        record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
+        record["num_processes"] = self._accelerator.num_processes
+        record["defaults"] = {name: default.value for name, default in defaults.items()}
+        if begun_from is not None:
+            record |= {"begun_from": begun_from, "origin": origin_of(begun_from)}
+        return record
 
     def close(self, record: dict):
         """Mark the run as complete."""
         if self._accelerator.is_main_process:
             self._write({**record, "complete": True})
 
-    def _check(self, identity: dict, changeable: Collection[str]) -> dict | None:
+    def _read(self, identity: dict, changeable: Collection[str]) -> dict | None:
+        """The record in the folder, if it is of a run with this identity; None for a new folder."""
         file = self.path / RUN_FILE
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--output_dir {self.path} is a file: name a folder.")
         if not file.exists():
-            foreign = [name for name in OURS if (self.path / name).exists()]
-            foreign += [path.name for path in self.path.glob("checkpoint-*")]
-            if foreign:
-                raise ValueError(
-                    f"--output_dir {self.path} holds {foreign[0]} but no {RUN_FILE}: choose an empty or new folder."
-                )
+            for path in (*map(self.path.joinpath, OURS), *self.path.glob("checkpoint-*")):
+                if path.exists():
+                    raise ValueError(
+                        f"--output_dir {self.path} holds {path.name} but no {RUN_FILE}: choose an empty or new folder."
+                    )
             return None
         record = read_record(self.path)
         has_checkpoint = record["complete"] or any(self.path.glob("checkpoint-*"))
@@ -140,6 +144,17 @@ class RunFolder:
             replace_text(self.path / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
 
+def _continued_record(record: dict, identity: dict) -> dict:
+    """The record of a run that goes on; a changed run keeps all its commands."""
+    if not is_open(record, identity):
+        return dict(record)
+    merged = record["identity"] | json.loads(json.dumps(identity))
+    changed = {"identity": merged, "complete": False}
+    if merged != record["identity"]:
+        changed["commands"] = [*commands_of(record), command_to_keep()]
+    return record | changed
+
+
 def origin_of(folder: str | Path) -> str | None:
     """What identifies a checkpoint, or a run, wherever it lies; None if the folder holds neither."""
     manifest = Path(folder) / MANIFEST
@@ -152,19 +167,16 @@ def origin_of(folder: str | Path) -> str | None:
 
 
 def saved_defaults(output_dir: str, resume_from_checkpoint: str | None) -> dict[str, Default] | None:
-    """The defaults of the run that is continued: in the folder, or of the checkpoint or run to resume; None if new.
-
-    A run of before there were such defaults has none of them.
-    """
+    """The defaults of the run that is continued: in the folder, or of the checkpoint or run to resume; None if new."""
     folders = [Path(output_dir)]
     if resume_from_checkpoint not in (None, "latest"):
         folders += [Path(resume_from_checkpoint), Path(resume_from_checkpoint).parent]
-    # Not Path.is_file, which raises for a name that is too long.
-    file = next((folder / RUN_FILE for folder in folders if os.path.isfile(folder / RUN_FILE)), None)
-    if file is None:
-        return None
-    values = read_record(file.parent).get("defaults", {})
-    return {name: Default(value, f"the value of this run, from {RUN_FILE}") for name, value in values.items()}
+    for folder in folders:
+        # Not Path.is_file, which raises for a name that is too long.
+        if os.path.isfile(folder / RUN_FILE):
+            values = read_record(folder)["defaults"]
+            return {name: Default(value, f"the value of this run, from {RUN_FILE}") for name, value in values.items()}
+    return None
 
 
 def read_record(folder: str | Path) -> dict:
@@ -172,15 +184,17 @@ def read_record(folder: str | Path) -> dict:
     file = Path(folder) / RUN_FILE
     try:
         record = json.loads(read_small(file))
-        kinds = {"identity": dict, "complete": bool, "run_id": str}
-        ours = all(isinstance(record[name], kind) for name, kind in kinds.items())
+        for name, kind in {"identity": dict, "complete": bool, "defaults": dict}.items():
+            if not isinstance(record[name], kind):
+                raise TypeError(name)
         # It is part of the names of folders that the run deletes.
-        ours = ours and re.fullmatch("[0-9a-z]+", record["run_id"]) is not None
-        ours &= all(isinstance(value, int | float) for value in record.get("defaults", {}).values())
+        if not re.fullmatch("[0-9a-z]+", record["run_id"]):
+            raise ValueError("run_id")
+        for value in record["defaults"].values():
+            if not isinstance(value, int | float):
+                raise TypeError("defaults")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        ours = False
-    if not ours:
-        raise ValueError(f"{file} cannot be read: choose another --output_dir, or delete the folder.")
+        raise ValueError(f"{file} cannot be read: choose another --output_dir, or delete the folder.") from None
     return record
 
 
@@ -200,8 +214,11 @@ def differences(ours: dict, theirs: dict) -> list[str]:
         names -= {_MODEL}
     if OPTIONS in names:
         names -= {"level_optimizers"}
-    different = (name for name in names if ours[name] != theirs[name])
-    return sorted(different, key=lambda name: (name == "data", name))
+    different = sorted(name for name in names if ours[name] != theirs[name])
+    if "data" in different:
+        different.remove("data")
+        different.append("data")
+    return different
 
 
 def moved(ours: dict, theirs: dict) -> list[str]:
@@ -267,24 +284,25 @@ def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
     """A line for each changed place, and for each changed key that is no part of the schedule, after `step`."""
     is_same_text = before.get("data") == now.get("data")
     content = "with the same content" if is_same_text else "which is read from its first row on"
-    places = [f"{name} was {before[name]} and is now {now[name]}, {content}." for name in moved(now, before)]
-    return places + [
-        f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not bit-equal to "
-        "those without the change."
-        for name in names
-        if name not in Arguments.SCHEDULE
-    ]
+    lines = [f"{name} was {before[name]} and is now {now[name]}, {content}." for name in moved(now, before)]
+    for name in names:
+        if name not in Arguments.SCHEDULE:
+            lines.append(
+                f"{name} was {before[name]} and is now {now[name]}: from step {step + 1} on the losses are not "
+                "bit-equal to those without the change."
+            )
+    return lines
 
 
 def on_first_process(process: Accelerator | PartialState, function):
     """Call `function` on rank 0 and give its result, or its ValueError, to all processes."""
-    outcome = [None, None]
+    result = problem = None
     if process.is_main_process:
         try:
-            outcome[0] = function()
+            result = function()
         except ValueError as error:
-            outcome[1] = str(error)
-    broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ValueError(outcome[1])
-    return outcome[0]
+            problem = str(error)
+    result, problem = broadcast_object_list([result, problem])
+    if problem is not None:
+        raise ValueError(problem)
+    return result

@@ -73,25 +73,26 @@ def not_of_a_run(file: Path, error: Exception | str) -> OneSidedError:
 
 
 def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[int]) -> object:
-    def inner(item: object, key: object) -> object:
-        return _pack(item, f"{name}.{key}", tensors, storages)
-
+    """`value` as JSON, whose tensors go into `tensors` under names that begin with `name`."""
     if isinstance(value, Tensor):
         # safetensors refuses tensors that share memory; a view would keep all of the larger tensor in memory.
         storage = value.untyped_storage()
         shared = storage.data_ptr() in storages or storage.nbytes() != value.nbytes
         storages.add(storage.data_ptr())
-        tensors[name] = (value.detach().clone() if shared else value.detach()).cpu().contiguous()
+        values = value.detach().clone() if shared else value.detach()
+        tensors[name] = values.cpu().contiguous()
         return {"$tensor": name}
     if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: inner(item, key) for key, item in value.items()}
-        return {"$dict": [[key, inner(item, key)] for key, item in value.items()]}
+        items = {key: _pack(item, f"{name}.{key}", tensors, storages) for key, item in value.items()}
+        for key in items:
+            if not isinstance(key, str) or key.startswith("$"):
+                return {"$dict": list(items.items())}
+        return items
     if isinstance(value, list | tuple):
         items = value
         # The state of a random generator has hundreds of numbers.
-        if not {*map(type, value)} <= {int, float}:
-            items = [inner(item, index) for index, item in enumerate(value)]
+        if not set(map(type, value)) <= {int, float}:
+            items = [_pack(item, f"{name}.{index}", tensors, storages) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value)}"
     return value
@@ -107,7 +108,7 @@ def _unpack(value: object, tensors: dict[str, Tensor]) -> object:
             return {key: _unpack(item, tensors) for key, item in pairs}
         case dict():
             return {key: _unpack(item, tensors) for key, item in value.items()}
-        case list() if {dict, list} & {*map(type, value)}:
+        case list() if not {dict, list}.isdisjoint(map(type, value)):
             return [_unpack(item, tensors) for item in value]
     return value
 

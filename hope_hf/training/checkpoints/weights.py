@@ -38,14 +38,15 @@ class HostBuffers:
     """Buffers in CPU memory, by name, that are reused: allocating memory takes longer than filling it."""
 
     def __init__(self):
-        self._kept: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: torch.Size, like: Tensor) -> Tensor:
         """The buffer of this name, with old values; a new one if none has this shape and dtype."""
-        kept = self._kept.get(name)
-        if kept is None or kept.shape != shape or kept.dtype != like.dtype:
-            kept = self._kept[name] = torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        return kept
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor's values, contiguous."""
@@ -53,95 +54,114 @@ class HostBuffers:
 
     def clear(self) -> None:
         """Free the memory."""
-        self._kept.clear()
+        self._buffers.clear()
 
 
 @dataclass(frozen=True)
-class TakenParts:
-    """The weights of one moment, in parts."""
+class WeightShards:
+    """The weights of one moment, in slices.
+
+    Attributes:
+        whole: on the first process, by names: the tensors that `gather` completes; empty on others.
+        slices: for each weight, where this process's slice begins, and the slice; it is empty if another process
+            sends it.
+        group: the processes that exchange slices; None if the first one has all weights.
+    """
 
     whole: dict[tuple[str, ...], Tensor]
-    """On the first process, by names: the tensors that `together` completes; empty on others."""
-    own: list[tuple[int, Tensor]]
-    """For each weight, where this process's slice begins, and the slice; empty if another process sends it."""
+    slices: list[tuple[int, Tensor]]
     group: distributed.ProcessGroup | None
 
-    def together(self) -> dict[str, Tensor]:
+    def gather(self) -> dict[str, Tensor]:
         """All weights by name on the first process, tied ones sharing one tensor; empty on others.
 
         All processes call it, in any thread, so that the training goes on meanwhile; if one of them ends, the others
         fail.
         """
-        if self.group is not None:
-            self._send() if distributed.get_rank() else self._receive()
-        return {name: tensor for names, tensor in self.whole.items() for name in names}
+        if self.group is not None and distributed.get_rank() == 0:
+            self._receive()
+        elif self.group is not None:
+            self._send()
+        weights = {}
+        for names, tensor in self.whole.items():
+            weights |= dict.fromkeys(names, tensor)
+        return weights
 
     def _send(self) -> None:
         distributed.gather_object(self._spans(), group=self.group)
-        for _, values in self.own:
+        for _, values in self.slices:
             if values.numel():
                 distributed.send(values.cpu(), 0, self.group)
 
     def _receive(self) -> None:
-        spans: list = [None] * distributed.get_world_size()
-        distributed.gather_object(self._spans(), spans, group=self.group)
-        for index, tensor in enumerate(self.whole.values()):
-            held = sum(own[index][1] for own in spans)
-            assert held == tensor.numel(), f"the processes hold {held} elements of {tensor.numel()}"
-        for rank, own in enumerate(spans[1:], 1):
-            for (start, length), tensor in zip(own, self.whole.values(), strict=True):
-                if length:
+        spans_of_ranks: list = [None] * distributed.get_world_size()
+        distributed.gather_object(self._spans(), spans_of_ranks, group=self.group)
+        counts = [0] * len(self.whole)
+        for rank, spans in enumerate(spans_of_ranks):
+            for index, tensor in enumerate(self.whole.values()):
+                start, length = spans[index]
+                counts[index] += length
+                # The first process has copied its own slices.
+                if rank and length:
                     distributed.recv(tensor.view(-1)[start : start + length], rank, self.group)
+        assert counts == [tensor.numel() for tensor in self.whole.values()], "the processes do not have all elements"
 
     def _spans(self) -> list[tuple[int, int]]:
-        return [(start, values.numel()) for start, values in self.own]
+        return [(start, values.numel()) for start, values in self.slices]
 
 
-def take_parts(engine: Engine, buffers: HostBuffers | None = None) -> TakenParts:
+def take_shards(engine: Engine, buffers: HostBuffers | None = None) -> WeightShards:
     """This process's slices of the current weights; all processes call it.
 
     The first process copies its own straight to their places in the whole weights.
 
     Args:
         engine: the training's engine.
-        buffers: memory for copies, if the training changes weights before `together` is done; None if it waits.
+        buffers: memory for copies, if the training changes weights before `gather` is done; None if it waits.
     """
-    whole, own = {}, []
-    for held in engine.weight_slices():
-        name, start, values = held.names[0], held.start, held.tensors["weight"]
-        if held.is_copy:
+    is_first = PartialState().is_main_process
+    whole: dict[tuple[str, ...], Tensor] = {}
+    slices = []
+    for part in engine.weight_slices():
+        values = part.tensors["weight"]
+        if part.is_copy:
             values = torch.empty(0)
-        elif not engine.shards_weights or not PartialState().is_main_process:
-            values = buffers.copy(name, values) if buffers else values
-        if PartialState().is_main_process:
-            tensor = values
-            if engine.shards_weights:
-                tensor = torch.empty(held.shape, dtype=values.dtype)
-                if buffers:
-                    tensor = buffers.take(name, held.shape, values)
-                values = tensor.view(-1)[start : start + len(values)].copy_(values)
-            whole[held.names] = tensor.view(held.shape)
-        own.append((start, values))
-    return TakenParts(whole, own, engine.part_group)
+        if is_first and engine.shards_weights:
+            if buffers is None:
+                tensor = torch.empty(part.shape, dtype=values.dtype)
+            else:
+                tensor = buffers.take(part.names[0], part.shape, values)
+            values = tensor.view(-1)[part.start : part.start + len(values)].copy_(values)
+            whole[part.names] = tensor
+        else:
+            if buffers is not None and not part.is_copy:
+                values = buffers.copy(part.names[0], values)
+            if is_first:
+                whole[part.names] = values.view(part.shape)
+        slices.append((part.start, values))
+    return WeightShards(whole, slices, engine.part_group)
 
 
-def weight_part(
-    engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None
-) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """This process's part of the current weights: 1-D tensors by name, and shape and start of each.
+@dataclass(frozen=True)
+class WeightPart:
+    """A process's part of the weights: 1-D tensors by name, and the whole shape and the start of each."""
 
-    The tensors are the model's own if possible, or results of `copied(name, tensor)`.
-    """
+    tensors: dict[str, Tensor]
+    slices: dict[str, dict]
+
+
+def weight_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> WeightPart:
+    """This process's part; the tensors are the model's own if possible, or results of `copied(name, tensor)`."""
     left_out = {*engine.model.all_tied_weights_keys, *(engine.model._keys_to_ignore_on_save or ())}
-    tensors, slices = {}, {}
-    for held in engine.weight_slices():
-        name = next((name for name in held.names if name not in left_out), None)
-        values = held.tensors["weight"]
-        if name is None or held.is_copy or not values.numel():
-            continue
-        tensors[name] = writable(values) if copied is None else copied(name, values)
-        slices[name] = {"shape": list(held.shape), "start": held.start}
-    return tensors, slices
+    tensors: dict[str, Tensor] = {}
+    slices: dict[str, dict] = {}
+    for part in engine.weight_slices():
+        names = [name for name in part.names if name not in left_out]
+        values = part.tensors["weight"]
+        if names and values.numel() and not part.is_copy:
+            tensors[names[0]] = writable(values) if copied is None else copied(names[0], values)
+            slices[names[0]] = {"shape": list(part.shape), "start": part.start}
+    return WeightPart(tensors, slices)
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -150,12 +170,12 @@ def writable(tensor: Tensor) -> Tensor:
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
-def save_weight_part(folder: Path, rank: int, tensors: dict[str, Tensor], slices: dict[str, dict]) -> None:
-    """Write the result of `weight_part`, unless it is empty."""
-    if tensors:
+def save_weight_part(folder: Path, rank: int, part: WeightPart) -> None:
+    """Write a process's part, unless it is empty."""
+    if part.tensors:
         file = folder / f"model-rank{rank}.safetensors"
         # A single key: safetensors writes several in any order.
-        save_file(tensors, file, metadata={"slices": json.dumps(slices)})
+        save_file(part.tensors, file, metadata={"slices": json.dumps(part.slices)})
         copy_rights_of_folder(file)
 
 
@@ -172,15 +192,15 @@ def read_slices(into: Tensor, start: int, key: str, stored: Iterable[StoredSlice
 
     Raises LookupError if some are missing.
     """
-    found = 0
-    for own in stored:
-        values = own.file.get_slice(key)
-        low = max(start, own.start)
-        high = min(start + len(into), own.start + values.get_shape()[0])
+    count = 0
+    for part in stored:
+        values = part.file.get_slice(key)
+        low = max(start, part.start)
+        high = min(start + len(into), part.start + values.get_shape()[0])
         if low < high:
-            into[low - start : high - start].copy_(values[low - own.start : high - own.start])
-            found += high - low
-    if found != len(into):
+            into[low - start : high - start].copy_(values[low - part.start : high - part.start])
+            count += high - low
+    if count != len(into):
         raise LookupError(f"{key} is not whole")
 
 
@@ -204,7 +224,8 @@ class WholeWeights(StoredWeights):
 
     def __init__(self, files: Iterable[Path], names: dict[str, str] | None = None):
         super().__init__()
-        self._paths, self._names = files, names or {}
+        self._paths = files
+        self._names = names
         self._files: dict[str, safe_open] = {}
 
     def __enter__(self):
@@ -214,29 +235,34 @@ class WholeWeights(StoredWeights):
             except SafetensorError as error:
                 raise ValueError(f"{path} is no whole safetensors file ({error}): copy it again, or {FIX}.") from None
             self._files |= dict.fromkeys(file.keys(), file)
-        for name, stored in (self._names or {name: name for name in self._files}).items():
+        if self._names is None:
+            self._names = {name: name for name in self._files}
+        for name, stored in self._names.items():
             values = self._files[stored].get_slice(stored)
-            # safetensors and torch name dtypes differently.
-            some = values[:0] if values.get_shape() else self.read(name)
-            self.like[name] = torch.empty(values.get_shape(), dtype=some.dtype, device="meta")
+            shape = values.get_shape()
+            # safetensors and torch name dtypes differently, and a scalar has no slices.
+            dtype = values[:0].dtype if shape else self.read(name).dtype
+            self.like[name] = torch.empty(shape, dtype=dtype, device="meta")
         return self
 
     def read_into(self, into: Tensor, start: int, name: str) -> None:
         """Fill the 1-D `into` with elements from `start` on of the flattened weight; only its rows are read."""
-        shape, stored = self.like[name].shape, self._names.get(name, name)
+        shape = self.like[name].shape
         if not len(into):
             return
         if not shape:
             into.copy_(self.read(name).view(1))
             return
         row = math.prod(shape[1:])
-        first, last = start // row, -(-(start + len(into)) // row)
+        first = start // row
+        last = math.ceil((start + len(into)) / row)
+        stored = self._names[name]
         rows = self._files[stored].get_slice(stored)[first:last]
         into.copy_(rows.reshape(-1)[start - first * row :][: len(into)])
 
     def read(self, name: str) -> Tensor:
         """A whole weight."""
-        stored = self._names.get(name, name)
+        stored = self._names[name]
         return self._files[stored].get_tensor(stored)
 
 
@@ -256,12 +282,20 @@ class WeightParts(StoredWeights):
                 except MISTAKES:
                     raise ValueError(f"{path} is no part of a model: {FIX}.") from None
             for name, stored in self._slices.items():
-                spans = sorted((own.start, *own.file.get_slice(name).get_shape()) for own in stored)
-                ends = [start + length for start, length in spans]
-                if [0, *ends] != [*(start for start, _ in spans), math.prod(self.like[name].shape)]:
-                    raise ValueError(f"{self._manifest.folder} has not all parts of {name}: {FIX}.")
+                self._require_whole(name, stored)
             self._open = files.pop_all()
         return self
+
+    def _require_whole(self, name: str, stored: list[StoredSlice]) -> None:
+        end = 0
+        for part in sorted(stored, key=lambda part: part.start):
+            if part.start != end:
+                break
+            end += part.file.get_slice(name).get_shape()[0]
+        else:
+            if end == self.like[name].numel():
+                return
+        raise ValueError(f"{self._manifest.folder} has not all parts of {name}: {FIX}.")
 
     def read_into(self, into: Tensor, start: int, name: str) -> None:
         """Fill the 1-D `into` with the elements from `start` on of the flattened weight."""
@@ -276,12 +310,14 @@ class WeightParts(StoredWeights):
     def _add(self, file: safe_open) -> None:
         slices = json.loads(file.metadata()["slices"])
         for name in file.keys():
-            stored, shape, start = file.get_slice(name), slices[name]["shape"], slices[name]["start"]
-            if any(type(size) is not int or size < 0 for size in (*shape, start)) or len(stored.get_shape()) != 1:
+            stored = file.get_slice(name)
+            shape, start = slices[name]["shape"], slices[name]["start"]
+            is_flat = len(stored.get_shape()) == 1
+            if not is_flat or any(type(size) is not int or size < 0 for size in (*shape, start)):
                 raise ValueError(name)
             like = torch.empty(shape, dtype=stored[:0].dtype, device="meta")
             known = self.like.setdefault(name, like)
-            if (known.shape, known.dtype) != (like.shape, like.dtype):
+            if known.shape != like.shape or known.dtype != like.dtype:
                 raise ValueError(name)
             self._slices.setdefault(name, []).append(StoredSlice(start, file))
 
@@ -293,18 +329,21 @@ def stored_weights(manifest: Manifest) -> WholeWeights | WeightParts:
 
 def check_fits(model: PreTrainedModel, stored: StoredWeights, folder: Path) -> None:
     """ValueError unless names, shapes and dtypes of all weights match those of a model that is not sharded."""
-    saved, own = stored.like, model.state_dict(keep_vars=True)
+    saved, weights = stored.like, model.state_dict(keep_vars=True)
+    differences = []
     # Tied weights are in the file once.
-    present = {id(own[name]) for name in saved if name in own}
-    differences = [f"{name} is only in the checkpoint" for name in saved if name not in own]
-    differences += [
-        f"{name} is only in the model" for name in own if name not in saved and id(own[name]) not in present
-    ]
-    differences += [
-        f"{name} is {_describe(saved[name])} in the checkpoint and {_describe(own[name])} in the model"
-        for name in saved
-        if name in own and _describe(saved[name]) != _describe(own[name])
-    ]
+    present = set()
+    for name, tensor in saved.items():
+        if name not in weights:
+            differences.append(f"{name} is only in the checkpoint")
+            continue
+        present.add(id(weights[name]))
+        theirs, ours = _describe(tensor), _describe(weights[name])
+        if theirs != ours:
+            differences.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
+    for name, tensor in weights.items():
+        if id(tensor) not in present:
+            differences.append(f"{name} is only in the model")
     if differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         raise ValueError(
@@ -332,11 +371,11 @@ def load_weights(model: PreTrainedModel, manifest: Manifest) -> None:
     if ADAPTER_WEIGHTS in manifest.files:
         load_adapter(model, manifest.path(ADAPTER_WEIGHTS))
         return
-    own = model.state_dict()
+    weights = model.state_dict()
     with stored_weights(manifest) as stored:
         check_fits(model, stored, manifest.folder)
         for name in stored.like:
-            own[name].copy_(stored.read(name))
+            weights[name].copy_(stored.read(name))
 
 
 def join(manifest: Manifest, out: Path) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
@@ -26,12 +27,26 @@ from ..engines.base import Engine
 from ..engines.guard import lost_process
 from .hook import CheckpointHook
 from .manifest import BEST, describe, last_good, publish, read_manifest, remove_leftovers, rotate, temporary_name
-from .optimizer import optimizer_part, save_optimizer
+from .optimizer import OptimizerPart, optimizer_part, save_optimizer
 from .run_folder import on_first_process
 from .state_files import SHARED_STATE, save_state
-from .weights import HostBuffers, save_weight_part, take_parts, weight_part
+from .weights import HostBuffers, WeightPart, WeightShards, save_weight_part, take_shards, weight_part
 
 _OF_A_RANK = re.compile(r"(?:(?:optimizer_)?rank_|model-rank)(\d+)\.(?:json|safetensors)")
+
+
+@dataclass
+class _Content:
+    """What this process writes: parts of weights and optimizer, and the state of the loop by file."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    state: dict[str, dict]
+    shards: WeightShards | None = None
+    """Weights that the first process gathers; None with `part`."""
+    part: WeightPart | None = None
+    optimizer: OptimizerPart | None = None
+    """None if the model is saved alone."""
 
 
 @dataclass
@@ -109,63 +124,47 @@ class CheckpointWriter:
         """
         self.finish()
         start = time.perf_counter()
-        rank, first = PartialState().process_index, PartialState().is_main_process
         folder = broadcast_object_list([temporary_name(self._output_dir, step, self._mark)])[0]
+        only_model = self._only_model or best is not None
+        content = self._take(engine, tokenizer, state, only_model, background)
+        _together(partial(self._make, folder), folder)
+        _together(partial(_require_shared, folder), folder)
+        facts = {"num_processes": PartialState().num_processes, "only_model": only_model, **(best or {})}
+        self._pending = pending = _Pending(folder, step, facts, None if best is None else BEST)
+        if background:
+            pending.thread = threading.Thread(target=_write, args=(content, pending), name=f"checkpoint-{step}")
+            pending.thread.start()
+        else:
+            _write(content, pending)
+        pending.stall = time.perf_counter() - start
+        if not background:
+            self.finish()
+        return self._output_dir / (pending.name or f"checkpoint-{step}")
+
+    def _take(
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, state: dict, only_model: bool, background: bool
+    ) -> _Content:
+        """This process's part of the checkpoint; copied if it is written in the background."""
+        content = _Content(engine, tokenizer, copy.deepcopy(state) if background else state)
         if not background:
             self._buffers.clear()
         copied = self._buffers.copy if background else None
         if self._in_parts:
-            part = weight_part(engine, copied)
+            content.part = weight_part(engine, copied)
         else:
-            parts = take_parts(engine, self._buffers if background else None)
-        only_model = self._only_model or best is not None
-        optimizer = None if only_model else optimizer_part(engine, copied)
-        if background:
-            state = copy.deepcopy(state)
+            content.shards = take_shards(engine, self._buffers if background else None)
+        if not only_model:
+            content.optimizer = optimizer_part(engine, copied)
+        return content
 
-        def make_folder() -> None:
-            if first:
-                # Not made again: without its run.json no run could continue from what is written there.
-                if not self._output_dir.is_dir():
-                    raise OSError("the folder was deleted")
-                remove_leftovers(self._output_dir, self._mark)
-                folder.mkdir()
-
-        def write() -> None:
-            # All processes take part in this, so it comes before anything that may fail on one of them.
-            weights = {} if self._in_parts else parts.together()
-            if self._in_parts:
-                save_weight_part(folder, rank, *part)
-            if optimizer is not None:
-                save_state(folder / f"rank_{rank}", state["rank"])
-                save_optimizer(folder, rank, *optimizer)
-            if first:
-                # Keep the running model's names: those that some families change for export do not load strictly.
-                engine.save_model(folder, weights, save_original_format=False)
-                tokenizer.save_pretrained(folder)
-                for name in SHARED_STATE:
-                    save_state(folder / name, state[name])
-            # Only the first process makes subfolders; it may delete one while another process searches it.
-            files = folder.rglob("*") if first else folder.glob("*")
-            pending.files = describe(folder, [path for path in files if _owner(path) == rank])
-
-        def find_folder() -> None:
-            if not folder.is_dir():
-                raise OSError("it must be on a disk that all machines share")
-
-        _together(make_folder, folder)
-        _together(find_folder, folder)
-        facts = {"num_processes": PartialState().num_processes, "only_model": only_model, **(best or {})}
-        self._pending = pending = _Pending(folder, step, facts, None if best is None else BEST)
-        if background:
-            pending.thread = threading.Thread(target=_caught, args=(write, pending), name=f"checkpoint-{step}")
-            pending.thread.start()
-            pending.stall = time.perf_counter() - start
-        else:
-            _caught(write, pending)
-            pending.stall = time.perf_counter() - start
-            self.finish()
-        return self._output_dir / (pending.name or f"checkpoint-{step}")
+    def _make(self, folder: Path) -> None:
+        if not PartialState().is_main_process:
+            return
+        # Not made again: without its run.json no run could continue from what is written there.
+        if not self._output_dir.is_dir():
+            raise OSError("the folder was deleted")
+        remove_leftovers(self._output_dir, self._mark)
+        folder.mkdir()
 
     @property
     def written(self) -> bool:
@@ -191,30 +190,28 @@ class CheckpointWriter:
             # Processes cannot agree after one is gone.
             raise pending.error
 
-        def settle() -> None:
-            if pending.error is not None:
-                raise pending.error
-
-        _together(settle, pending.folder)
-        files = {name: entry for part in gather_object([pending.files]) for name, entry in part.items()}
-
-        def seal() -> None:
-            if PartialState().is_main_process:
-                written = publish(pending.folder, pending.step, pending.facts, files, self._mark, pending.name)
-                if pending.name is not None:
-                    return
-                self._newest = written
-                self._hook.start(self._newest, pending.step)
-                if pending.thread is None:
-                    self._rotate()
-                else:
-                    # Deleting a large file takes about as long as copying it.
-                    self._rotation = threading.Thread(target=self._rotate)
-                    self._rotation.start()
-
-        _together(seal, pending.folder)
+        _together(partial(_raise, pending.error), pending.folder)
+        files = {}
+        for part in gather_object([pending.files]):
+            files |= part
+        _together(partial(self._seal, pending, files), pending.folder)
         stall = pending.stall + time.perf_counter() - start
         self._report = {"train/checkpoint_stall_seconds": stall, "train/checkpoint_write_seconds": pending.write}
+
+    def _seal(self, pending: _Pending, files: dict[str, dict]) -> None:
+        if not PartialState().is_main_process:
+            return
+        written = publish(pending.folder, pending.step, pending.facts, files, self._mark, pending.name)
+        if pending.name is not None:
+            return
+        self._newest = written
+        self._hook.start(self._newest, pending.step)
+        if pending.thread is None:
+            self._rotate()
+        else:
+            # Deleting a large file takes about as long as copying it.
+            self._rotation = threading.Thread(target=self._rotate)
+            self._rotation.start()
 
     def stop_soon(self) -> None:
         """A signal ends the run: `close` will not wait for the hooks for long."""
@@ -268,13 +265,45 @@ def _value_of_best(folder: Path, metric: str) -> float | None:
     return value if facts.get("metric") == metric and isinstance(value, float) else None
 
 
-def _caught(write: Callable[[], None], pending: _Pending) -> None:
+def _require_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise OSError("it must be on a disk that all machines share")
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _write(content: _Content, pending: _Pending) -> None:
+    """Write this process's files; errors are kept in `pending`, since they must be raised in the main thread."""
     start = time.perf_counter()
     try:
-        write()
+        _write_files(content, pending.folder)
+        rank, first = PartialState().process_index, PartialState().is_main_process
+        # Only the first process makes subfolders; it may delete one while another process searches it.
+        files = pending.folder.rglob("*") if first else pending.folder.glob("*")
+        pending.files = describe(pending.folder, [path for path in files if _owner(path) == rank])
     except Exception as error:
         pending.error = error
     pending.write = time.perf_counter() - start
+
+
+def _write_files(content: _Content, folder: Path) -> None:
+    rank = PartialState().process_index
+    # All processes take part in this, so it comes before anything that may fail on one of them.
+    weights = {} if content.shards is None else content.shards.gather()
+    if content.part is not None:
+        save_weight_part(folder, rank, content.part)
+    if content.optimizer is not None:
+        save_state(folder / f"rank_{rank}", content.state["rank"])
+        save_optimizer(folder, rank, content.optimizer)
+    if PartialState().is_main_process:
+        # Keep the running model's names: those that some families change for export do not load strictly.
+        content.engine.save_model(folder, weights, save_original_format=False)
+        content.tokenizer.save_pretrained(folder)
+        for name in SHARED_STATE:
+            save_state(folder / name, content.state[name])
 
 
 def _owner(path: Path) -> int | None:

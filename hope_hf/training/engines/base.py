@@ -18,11 +18,25 @@ from transformers import PreTrainedModel
 
 from hope_hf.common.files import share_weights
 from hope_hf.common.launch_file import LOW_PRECISION
-from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.run_arguments import MemoryArguments
 from hope_hf.optim import RULES, LevelClock
 from hope_hf.plan import STRATEGIES, Launch, Strategy
 
 from .loss_scaling import LossScaling, TorchScaling
+
+
+@dataclass
+class EngineOptions(MemoryArguments):
+    """The flags that decide how a model is distributed; see `hope_hf.common.run_arguments`."""
+
+    output_dir: str | None = None
+    dry_run: bool = False
+    ddp_timeout: float = 1800.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    level_learning: str = "none"
+    save_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,26 +121,27 @@ class Engine:
         self.scaling: LossScaling | None = None
         # Read now: wrappers replace the class.
         self._model_class = type(model)
-        self.trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        self.trained = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.trained[name] = parameter.requires_grad
         # Modules stay the same objects, whatever is wrapped around them; buffers may be replaced.
-        self._buffer_places = {
-            f"{prefix}.{key}".lstrip("."): (module, key)
-            for prefix, module in model.named_modules()
-            for key in module._buffers
-        }
+        self._modules = dict(model.named_modules())
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        self.groups = []
+        for group in optimizer.param_groups:
+            self.groups.append([names[parameter] for parameter in group["params"]])
         return self
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         """Wrap both for training; returns the module that runs the forward pass."""
         self.adopt(model, optimizer)
-        needing = [g["optimizer"] for g in optimizer.param_groups if RULES[g["optimizer"]].needs_matrices]
-        if self.flattens and needing:
-            raise ValueError(
-                f"The optimizer {needing[0]} needs whole matrices and {self.name} cuts them anywhere: launch with "
-                "accelerate_configs/fsdp2.yaml or ddp.yaml, or use adamw (--optimizer, --level_optimizers)."
-            )
+        for group in optimizer.param_groups:
+            rule = group["optimizer"]
+            if self.flattens and RULES[rule].needs_matrices:
+                raise ValueError(
+                    f"The optimizer {rule} needs whole matrices and {self.name} cuts them anywhere: launch with "
+                    "accelerate_configs/fsdp2.yaml or ddp.yaml, or use adamw (--optimizer, --level_optimizers)."
+                )
         self.wrapped, self._stepper = self.accelerator.prepare(model, optimizer)
         if self.accelerator.scaler is not None:
             self.scaling = TorchScaling(self.accelerator.scaler)
@@ -169,7 +184,8 @@ class Engine:
 
     def _clip(self, max_norm: float) -> float:
         """Clip the global gradient norm after the step's last batch; returns it, the same on all processes."""
-        return float(self._gathered(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm or math.inf)))
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm or math.inf)
+        return float(self._gathered(norm))
 
     def _step(self) -> None:
         """Update the weights and clear the gradients."""
@@ -194,11 +210,11 @@ class Engine:
     @torch.no_grad()
     def _scaled_norm(self, parameters: list[nn.Parameter]) -> float | None:
         """Norm of the gradients in memory; in fp16 it includes the scale of the loss."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not gradients:
-            return None
-        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
-        return float(torch.linalg.vector_norm(torch.stack([self._gathered(norm) for norm in norms])))
+        norms = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                norms.append(self._gathered(torch.linalg.vector_norm(parameter.grad.float())))
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
     def held_weights(self) -> list[Tensor]:
         """The weights in this process's memory, including an optimizer's own copy of them."""
@@ -214,13 +230,19 @@ class Engine:
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers by name, those outside the state dict too; every process has all of them."""
-        found = {name: module._buffers[key] for name, (module, key) in self._buffer_places.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        buffers = {}
+        for prefix, module in self._modules.items():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers[f"{prefix}.{key}".lstrip(".")] = buffer
+        return buffers
 
     def compute_dtype(self) -> str | None:
         """Name of the dtype in which parameters compute; None: their own."""
         low = LOW_PRECISION.get(self.accelerator.mixed_precision)
-        return None if low is None else dtype_name(low) + (" (autocast)" if self.autocasts else "")
+        if low is None:
+            return None
+        return f"{dtype_name(low)} (autocast)" if self.autocasts else dtype_name(low)
 
     def buffer_dtype(self) -> torch.dtype | None:
         """The dtype in which buffers of fractions compute; None: their own."""
@@ -244,8 +266,8 @@ class Engine:
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         """This process's slice of a tensor; `values`: its weight or optimizer state, as the engine has it."""
-        values = {key: value.view(-1) for key, value in values.items()}
-        return Slice(names, tensor.shape, 0, values, not PartialState().is_main_process)
+        flat = {key: value.view(-1) for key, value in values.items()}
+        return Slice(names, tensor.shape, start=0, tensors=flat, is_copy=not PartialState().is_main_process)
 
     @cached_property
     def part_group(self) -> distributed.ProcessGroup | None:
@@ -257,9 +279,9 @@ class Engine:
             return None
         return distributed.new_group(backend="gloo", timeout=self.accelerator.init_handler.timeout)
 
-    def saves_parts(self, args: Arguments) -> bool:
-        """Whether every process saves its own part of the weights (`--save_sharded`)."""
-        return args.save_sharded and self.shards_weights
+    def saves_parts(self, save_sharded: bool) -> bool:
+        """Whether every process saves its own part of the weights, as `--save_sharded` asks."""
+        return save_sharded and self.shards_weights
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         """`save_pretrained` with the whole `weights`, on the first process; the config names their dtype."""
@@ -286,7 +308,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def split_state(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors shaped as the parameter, and the scalars."""
-    return {k: v for k, v in state.items() if v.ndim}, {k: v for k, v in state.items() if not v.ndim}
+    tensors, scalars = {}, {}
+    for key, value in state.items():
+        kind = tensors if value.ndim else scalars
+        kind[key] = value
+    return tensors, scalars
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -15,9 +15,8 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitPr
 
 from hope_hf.common.launch_file import LOW_PRECISION, check_launch_file
 from hope_hf.common.process import first_line, warn_once
-from hope_hf.common.run_arguments import Arguments
 
-from .base import Engine
+from .base import Engine, EngineOptions
 from .cpu import compile_communication, cpu_accelerator
 from .fsdp1 import FSDP1
 from .fsdp2 import FSDP2
@@ -30,7 +29,7 @@ MESH = "PARALLELISM_CONFIG"
 ENGINE_TYPES = {"fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
 
 
-def make_engine(args: Arguments, trackers: list[str]) -> Engine:
+def make_engine(options: EngineOptions, trackers: list[str]) -> Engine:
     """The engine that the launcher selected, with its Accelerator.
 
     Raises ValueError if separate runs or another engine started, or the processes do not connect.
@@ -39,30 +38,55 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
     check_mesh()
     check_compiler()
     wanted = wanted_engine()
-    timeout = datetime.timedelta(seconds=args.ddp_timeout)
-    options = {
-        "kwargs_handlers": [InitProcessGroupKwargs(init_method=meeting_place(), timeout=timeout)],
-        # The number alone would yield to the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
-        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps),
-        "log_with": trackers or None,
-        "project_dir": args.output_dir,
-    }
     if wanted == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             "The launch file asks for DeepSpeed, which is not installed: pip install 'hope_hf[deepspeed]'."
         )
+    accelerator = _make_accelerator(options, trackers, wanted)
+    _check_accelerator(accelerator, wanted)
+    check_devices(accelerator)
+    _warn_of_ignored(options, wanted == "fsdp", accelerator)
+    engine = _engine(wanted, accelerator, options)
+    if options.init == "sharded" and not engine.fills_shards:
+        reason = f"--init sharded needs FSDP or ZeRO-3, and {engine.name} runs"
+        if not options.dry_run:
+            raise ValueError(
+                f"{reason}: launch with accelerate_configs/fsdp2.yaml (or another fsdp file, or "
+                "deepspeed_zero3.yaml), or give --init whole."
+            )
+        warn_once(f"{reason}: this dry run is that of --init whole.")
+    if options.save_sharded and not engine.shards_weights:
+        warn_once(f"--save_sharded is ignored: no weights are shared out ({engine.name}).")
+    if options.sync_each_batch:
+        _reduce_each_batch(options, engine)
+    return engine
+
+
+def _make_accelerator(options: EngineOptions, trackers: list[str], wanted: str) -> Accelerator:
+    timeout = datetime.timedelta(seconds=options.ddp_timeout)
+    settings = {
+        "kwargs_handlers": [InitProcessGroupKwargs(init_method=meeting_place(), timeout=timeout)],
+        # The number alone would yield to the environment's ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=options.gradient_accumulation_steps),
+        "log_with": trackers or None,
+        "project_dir": options.output_dir,
+    }
     on_cpu = not torch.accelerator.is_available()
     if wanted == "deepspeed" and on_cpu:
         compile_communication()
     try:
-        with long_waits_told(args.ddp_timeout):
-            accelerator = cpu_accelerator(wanted, options) if on_cpu else Accelerator(**options)
+        with long_waits_told(options.ddp_timeout):
+            return cpu_accelerator(wanted, settings) if on_cpu else Accelerator(**settings)
     except torch.distributed.DistError as error:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         raise OneSidedError(
-            f"Rank {os.environ.get('RANK')} did not meet the others at {host}:{port} within {args.ddp_timeout:g} s "
-            f"(--ddp_timeout): {first_line(error)}"
+            f"Rank {os.environ.get('RANK')} did not meet the others at {host}:{port} within "
+            f"{options.ddp_timeout:g} s (--ddp_timeout): {first_line(error)}"
         ) from None
+
+
+def _check_accelerator(accelerator: Accelerator, wanted: str) -> None:
+    """ValueError if accelerate started something else than the launch file asks for."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world_size:
         raise ValueError(
@@ -85,37 +109,21 @@ def make_engine(args: Arguments, trackers: list[str]) -> Engine:
             f"The launch file asks for {ENGINE_TYPES[wanted].value} and {runs.value} runs: launch at least two "
             "processes with it (--num_processes), or take accelerate_configs/single.yaml."
         )
-    check_devices(accelerator)
-    _warn_of_ignored(args, wanted == "fsdp", accelerator)
-    engine = _engine(wanted, accelerator, args)
-    if args.init == "sharded" and not engine.fills_shards:
-        reason = f"--init sharded needs FSDP or ZeRO-3, and {engine.name} runs"
-        if not args.dry_run:
-            raise ValueError(
-                f"{reason}: launch with accelerate_configs/fsdp2.yaml (or another fsdp file, or "
-                "deepspeed_zero3.yaml), or give --init whole."
-            )
-        warn_once(f"{reason}: this dry run is that of --init whole.")
-    if args.save_sharded and not engine.shards_weights:
-        warn_once(f"--save_sharded is ignored: no weights are shared out ({engine.name}).")
-    if args.sync_each_batch:
-        _reduce_each_batch(args, engine)
-    return engine
 
 
-def _engine(wanted: str, accelerator: Accelerator, args: Arguments) -> Engine:
+def _engine(wanted: str, accelerator: Accelerator, options: EngineOptions) -> Engine:
     if wanted == "plain":
         engine = Engine(accelerator)
         engine.name = plain_name(accelerator.num_processes)
         return engine
     if wanted == "deepspeed":
-        return Zero(accelerator, args)
-    return FSDP2(accelerator, args) if accelerator.is_fsdp2 else FSDP1(accelerator, args)
+        return Zero(accelerator, options)
+    return FSDP2(accelerator, options) if accelerator.is_fsdp2 else FSDP1(accelerator, options)
 
 
-def _reduce_each_batch(args: Arguments, engine: Engine) -> None:
+def _reduce_each_batch(options: EngineOptions, engine: Engine) -> None:
     """`--sync_each_batch`: accelerate reduces gradients after every accumulated batch."""
-    steps = args.gradient_accumulation_steps
+    steps = options.gradient_accumulation_steps
     if steps > 1 and engine.whole_gradients is not None:
         # All Accelerators share this state.
         GradientState(GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True))
@@ -139,9 +147,9 @@ def plain_name(processes: int) -> str:
     return "DDP (FSDP, ZeRO: accelerate launch --config_file accelerate_configs/...)"
 
 
-def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
+def _warn_of_ignored(options: EngineOptions, fsdp: bool, accelerator: Accelerator):
     mixed = accelerator.mixed_precision in LOW_PRECISION
-    if fsdp and args.gradient_checkpointing != Arguments.gradient_checkpointing:
+    if fsdp and options.gradient_checkpointing != EngineOptions.gradient_checkpointing:
         plugin = accelerator.state.fsdp_plugin
         if plugin.activation_checkpointing:
             # Both together would recompute every block twice.
@@ -152,7 +160,7 @@ def _warn_of_ignored(args: Arguments, fsdp: bool, accelerator: Accelerator):
         ("fsdp_limit_all_gathers", not fsdp, "the launch file asks for no FSDP"),
         ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
     ):
-        if is_ignored and getattr(args, name) != getattr(Arguments, name):
+        if is_ignored and getattr(options, name) != getattr(EngineOptions, name):
             warn_once(f"--{name} is ignored: {reason}.")
 
 

@@ -25,12 +25,12 @@ def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
     _name_device()
     if wanted == "deepspeed":
         # Removed for this call: with it accelerate replaces DeepSpeed by plain replicas.
-        asked = os.environ.pop("ACCELERATE_USE_CPU", None)
+        use_cpu = os.environ.pop("ACCELERATE_USE_CPU", None)
         # Without the backend every process would run alone.
         (group,) = options["kwargs_handlers"]
         accelerator = Accelerator(**options | {"kwargs_handlers": [replace(group, backend="gloo")]})
-        if asked is not None:
-            os.environ["ACCELERATE_USE_CPU"] = asked
+        if use_cpu is not None:
+            os.environ["ACCELERATE_USE_CPU"] = use_cpu
         return accelerator
     # Without an explicit request for the CPU, a launch by torchrun becomes WORLD_SIZE separate runs.
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -1,17 +1,17 @@
 """Fully sharded data parallelism of torch, version 1: parameters of a block lie end to end in one flat tensor."""
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from transformers import PreTrainedModel
 
 from hope_hf.common.launch_file import LOW_PRECISION
 from hope_hf.common.process import warn_once
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import LevelClock
 from hope_hf.plan import UNSHARDED, Launch, fsdp_strategy
 
-from .base import Engine, Slice, is_on_meta, make_real
+from .base import Engine, EngineOptions, Slice, is_on_meta, make_real
 
 
 class FSDP1(Engine):
@@ -23,7 +23,7 @@ class FSDP1(Engine):
     trains_levels = False
     autocasts = False
 
-    def __init__(self, accelerator, args: Arguments):
+    def __init__(self, accelerator: Accelerator, options: EngineOptions):
         """Raises ValueError without original parameters, which level clocks and weight decay need."""
         super().__init__(accelerator)
         plugin = accelerator.state.fsdp_plugin
@@ -33,10 +33,10 @@ class FSDP1(Engine):
             raise ValueError(
                 "fsdp_use_orig_params is false: set it to true, or take version 2 (accelerate_configs/fsdp2.yaml)."
             )
-        if args.init == "sharded" and plugin.sync_module_states:
+        if options.init == "sharded" and plugin.sync_module_states:
             warn_once("fsdp_sync_module_states in the launch file is ignored: --init sharded decides.")
             plugin.sync_module_states = False
-        if args.fsdp_prefetch:
+        if options.fsdp_prefetch:
             warn_once(
                 "--fsdp_prefetch is ignored: version 1 takes fsdp_forward_prefetch and fsdp_backward_prefetch in the "
                 "launch file."
@@ -46,15 +46,15 @@ class FSDP1(Engine):
             warn_once("fsdp_offload_params is ignored: parameters are on the CPU already.")
             plugin.cpu_offload = CPUOffload(offload_params=False)
         is_mixed = accelerator.mixed_precision != "no"
-        self._reduce_dtype = getattr(torch, args.fsdp_reduce_dtype) if is_mixed else torch.float32
+        self._reduce_dtype = getattr(torch, options.fsdp_reduce_dtype) if is_mixed else torch.float32
         self.whole_gradients = self.launch().whole_gradients(self._reduce_dtype)
-        if args.sync_each_batch and args.gradient_accumulation_steps > 1 and plugin.cpu_offload.offload_params:
+        if options.sync_each_batch and options.gradient_accumulation_steps > 1 and plugin.cpu_offload.offload_params:
             # It would train on the gradients of the last batch alone.
             raise ValueError(
                 "--sync_each_batch: version 1 of FSDP cannot add up offloaded gradients: leave it out, or take "
                 "accelerate_configs/fsdp_offload.yaml."
             )
-        plugin.limit_all_gathers = args.fsdp_limit_all_gathers
+        plugin.limit_all_gathers = options.fsdp_limit_all_gathers
         if is_mixed:
             plugin.mixed_precision_policy = MixedPrecision(
                 param_dtype=LOW_PRECISION[accelerator.mixed_precision],
@@ -87,17 +87,22 @@ class FSDP1(Engine):
                     f"fsdp_sharding_strategy {self._strategy.name} was asked for and {unit.sharding_strategy.name} "
                     "runs: launch more processes per machine, or choose FULL_SHARD."
                 )
-        flat_parameters = [unit._handle.flat_param for unit in units if unit._handle is not None]
-        self._places = {
-            parameter: (info, shape)
-            for flat in flat_parameters
-            for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True)
-        }
-        world = self.accelerator.num_processes
+        # The start of this process's slice of each parameter, and the shape of the whole one.
+        self._places = {}
+        for unit in units:
+            if unit._handle is None:
+                continue
+            flat = unit._handle.flat_param
+            for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
+                self._places[parameter] = (info.intra_param_start_idx or 0, shape)
         between = getattr(units[0], "_inter_node_pg", None)
-        self._replicas = world if self._strategy is ShardingStrategy.NO_SHARD else between.size() if between else 1
-        rank = self.accelerator.process_index
-        self._is_copy = (rank if self._replicas == world else between.rank() if between else 0) > 0
+        self._replicas, self._is_copy = 1, False
+        if self._strategy is ShardingStrategy.NO_SHARD:
+            self._replicas = self.accelerator.num_processes
+            self._is_copy = self.accelerator.process_index > 0
+        elif between is not None:
+            self._replicas = between.size()
+            self._is_copy = between.rank() > 0
         return self.wrapped
 
     def _make_real(self, module: nn.Module) -> nn.Module:
@@ -129,6 +134,6 @@ class FSDP1(Engine):
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if tensor not in self._places:
             return super()._slice(names, tensor, values)
-        info, shape = self._places[tensor]
-        values = {key: value.view(-1) for key, value in values.items()}
-        return Slice(names, shape, info.intra_param_start_idx or 0, values, self._is_copy)
+        start, shape = self._places[tensor]
+        flat = {key: value.view(-1) for key, value in values.items()}
+        return Slice(names, shape, start, flat, self._is_copy)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -13,11 +14,10 @@ from transformers import PreTrainedModel
 
 from hope_hf.common.launch_file import LOW_PRECISION
 from hope_hf.common.process import warn_once
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import LevelClock, own_part
 from hope_hf.plan import Launch, fsdp_strategy
 
-from .base import Engine, Slice, is_on_meta
+from .base import Engine, EngineOptions, Slice, is_on_meta
 
 
 class FSDP2(Engine):
@@ -27,19 +27,19 @@ class FSDP2(Engine):
     shards_weights = True
     autocasts = False
 
-    def __init__(self, accelerator, args: Arguments):
+    def __init__(self, accelerator: Accelerator, options: EngineOptions):
         super().__init__(accelerator)
         launch = self.launch()
         self.name = f"FSDP2, {launch.replicas} replicas" if launch.replicas > 1 else "FSDP2"
-        self.whole_gradients = launch.whole_gradients(getattr(torch, args.fsdp_reduce_dtype))
+        self.whole_gradients = launch.whole_gradients(getattr(torch, options.fsdp_reduce_dtype))
         if launch.strategy.offloads:
             self.name += ", offloaded to the CPU"
-        self._prefetch = args.fsdp_prefetch
-        self._passes_once = args.level_learning == "none"
-        if args.init == "sharded" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        self._prefetch = options.fsdp_prefetch
+        self._passes_once = options.level_learning == "none"
+        if options.init == "sharded" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             warn_once("fsdp_cpu_ram_efficient_loading in the launch file is ignored: --init sharded decides.")
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        if not args.fsdp_limit_all_gathers:
+        if not options.fsdp_limit_all_gathers:
             warn_once("--fsdp_limit_all_gathers is ignored: it is a setting of FSDP's version 1.")
         if accelerator.mixed_precision != "no":
             # By default accelerate would reduce gradients in the low precision too.
@@ -49,7 +49,9 @@ class FSDP2(Engine):
 
     def launch(self) -> Launch:
         plugin, mesh = self.accelerator.state.fsdp_plugin, self.accelerator.torch_device_mesh
-        replicas = mesh["dp_replicate"].size() if mesh is not None and "dp_replicate" in mesh.mesh_dim_names else 1
+        replicas = 1
+        if mesh is not None and "dp_replicate" in mesh.mesh_dim_names:
+            replicas = mesh["dp_replicate"].size()
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         strategy = fsdp_strategy(False, not plugin.reshard_after_forward, replicas, offloads)
         return self._launch(strategy, self.accelerator.num_processes // replicas, plugin.activation_checkpointing)
@@ -83,8 +85,11 @@ class FSDP2(Engine):
 
     def _order_prefetching(self):
         """`--fsdp_prefetch`: every block gathers the next ones while it computes, in both directions."""
-        blocks = [unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule) and unit is not self.wrapped]
-        for index, block in enumerate(blocks if self._prefetch else ()):
+        if not self._prefetch:
+            return
+        blocks = self._units()
+        blocks.remove(self.wrapped)
+        for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
 
@@ -93,22 +98,27 @@ class FSDP2(Engine):
         return self.whole_gradients
 
     def held_gradients(self) -> list[Tensor]:
+        gradients = super().held_gradients()
         # Whole gradients do not belong to the sharded parameters.
-        units = (unit for unit in self.wrapped.modules() if isinstance(unit, FSDPModule))
-        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
-        whole = []
-        for held in (held for group in groups if group is not None for held in group.fsdp_params):
-            # The first forward pass creates it.
-            parameter = getattr(held, "_unsharded_param", None)
-            whole += [held.unsharded_accumulated_grad, None if parameter is None else parameter.grad]
-        return [*super().held_gradients(), *(gradient for gradient in whole if gradient is not None)]
+        for unit in self._units():
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for sharded in [] if group is None else group.fsdp_params:
+                # The first forward pass creates it.
+                whole = getattr(sharded, "_unsharded_param", None)
+                for gradient in (sharded.unsharded_accumulated_grad, None if whole is None else whole.grad):
+                    if gradient is not None:
+                        gradients.append(gradient)
+        return gradients
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.wrapped.modules() if isinstance(module, FSDPModule)]
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not isinstance(tensor, DTensor):
             return super()._slice(names, tensor, values)
         start, is_copy = _place(tensor)
-        values = {key: own_part(value).view(-1) for key, value in values.items()}
-        return Slice(names, tensor.shape, start, values, is_copy)
+        flat = {key: own_part(value).view(-1) for key, value in values.items()}
+        return Slice(names, tensor.shape, start, flat, is_copy)
 
     def _gathered(self, norm: Tensor) -> Tensor:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -138,8 +148,11 @@ def _place(tensor: DTensor) -> tuple[int, bool]:
     assert chunk.sizes[1:] == tensor.shape[1:], "shared out along another axis than the first"
     # In a hybrid mesh several processes hold the same slice; the first one writes it.
     mesh = tensor.device_mesh
-    copies = [mesh.get_local_rank(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate()]
-    return chunk.offsets[0] * math.prod(tensor.shape[1:]), any(copies)
+    is_copy = False
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and mesh.get_local_rank(axis) > 0:
+            is_copy = True
+    return chunk.offsets[0] * math.prod(tensor.shape[1:]), is_copy
 
 
 def classes_by_size(model: PreTrainedModel, least: int) -> list[str]:
@@ -148,12 +161,12 @@ def classes_by_size(model: PreTrainedModel, least: int) -> list[str]:
     Not included are memories' initial states, which are used outside of their own forward pass, and torch's own
     classes, which have instances of all sizes.
     """
-    wanted = model._no_split_modules or ()
     names = set()
-    for block in (module for module in model.modules() if type(module).__name__ in wanted):
+    for block in model.modules():
+        if type(block).__name__ not in (model._no_split_modules or ()):
+            continue
         for module in block.modules():
-            small = sum(parameter.numel() for parameter in module.parameters()) <= least
-            foreign = type(module).__module__.startswith("torch.") or getattr(module, "is_initial_state", False)
-            if not small and not foreign:
+            is_foreign = type(module).__module__.startswith("torch.") or getattr(module, "is_initial_state", False)
+            if not is_foreign and sum(parameter.numel() for parameter in module.parameters()) > least:
                 names.add(type(module).__name__)
     return sorted(names)

@@ -22,6 +22,8 @@ from accelerate.utils import gather_object
 
 from hope_hf.common.process import first_line, local_processes, print_error
 
+from ..process import sum_over_processes
+from .base import Engine
 from .placement import device_name
 
 ALLOW_SINGLE_RANK = "HOPE_ALLOW_SINGLE_RANK"
@@ -44,13 +46,12 @@ def check_devices(accelerator: Accelerator):
     local = local_processes()
     if local > visible:
         raise ValueError(f"{local} processes share {visible} GPU(s): launch one process per GPU (--num_processes).")
-    places = gather_object([f"{accelerator.device} of {socket.gethostname()}"])
-    for place in places:
-        if places.count(place) > 1:
-            ranks = [rank for rank, other in enumerate(places) if other == place]
-            raise ValueError(
-                f"Ranks {', '.join(map(str, ranks))} share {place}: launch one process per GPU (--num_processes)."
-            )
+    ranks_by_device: dict[str, list[str]] = {}
+    for rank, device in enumerate(gather_object([f"{accelerator.device} of {socket.gethostname()}"])):
+        ranks_by_device.setdefault(device, []).append(str(rank))
+    for device, ranks in ranks_by_device.items():
+        if len(ranks) > 1:
+            raise ValueError(f"Ranks {', '.join(ranks)} share {device}: launch one process per GPU (--num_processes).")
     if accelerator.mixed_precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"mixed_precision bf16 is not supported by {device_name(accelerator.device)}: set 'no'.")
 
@@ -78,13 +79,13 @@ def check_same_on_all(accelerator: Accelerator, what: dict[str, str]):
         return
     everyone = gather_object([{"code": code_fingerprint(), **what, "host": socket.gethostname()}])
     first = everyone[0]
-    for rank, own in enumerate(everyone):
-        different = [name for name in first if name != "host" and own.get(name) != first[name]]
-        if different:
-            raise ValueError(
-                f"Rank {rank} on {own['host']} has other {different[0]} than rank 0 on {first['host']}: give all "
-                "machines the same files and flags."
-            )
+    for rank, other in enumerate(everyone):
+        for name in ("code", *what):
+            if other.get(name) != first[name]:
+                raise ValueError(
+                    f"Rank {rank} on {other['host']} has other {name} than rank 0 on {first['host']}: give all "
+                    "machines the same files and flags."
+                )
 
 
 def code_fingerprint() -> str:
@@ -167,6 +168,26 @@ def find_neighbours() -> list[int]:
     """
     if not sys.platform.startswith("linux"):
         return []
-    place = socket.gethostname(), os.readlink("/proc/self/ns/pid")
-    everyone = gather_object([(place, os.getpid())])
-    return [pid for other, pid in everyone if other == place and pid != os.getpid()]
+    container, own_pid = (socket.gethostname(), os.readlink("/proc/self/ns/pid")), os.getpid()
+    everyone = gather_object([(container, own_pid)])
+    return [pid for other, pid in everyone if other == container and pid != own_pid]
+
+
+@torch.no_grad()
+def weights_are_finite(engine: Engine) -> bool:
+    """Whether all weights are finite, the same on all processes. Some buffers hold infinities, so none are checked."""
+    broken = False
+    for part in engine.weight_slices():
+        is_weight = not engine.trained.keys().isdisjoint(part.names)
+        if is_weight and not part.tensors["weight"].isfinite().all():
+            broken = True
+    return not any(sum_over_processes(engine.accelerator, broken))
+
+
+def require_finite_weights(engine: Engine, source: object) -> None:
+    """ValueError, on all processes, if weights that came from `source` are not finite."""
+    if not weights_are_finite(engine):
+        raise ValueError(
+            f"{source} holds weights that are not finite, its run has diverged: begin from an earlier checkpoint "
+            "(--model_name_or_path), with a lower --learning_rate and a new --output_dir."
+        )

@@ -32,8 +32,11 @@ class TorchScaling:
 
     def skip(self, lower: bool) -> None:
         """Skip a step: its gradients are dropped between backward and update."""
+        scale = self.scale
+        if lower:
+            scale = max(self.LEAST, scale * self._scaler.get_backoff_factor())
         # Setting a scale also clears the scaler's check of the gradients.
-        self._scaler.update(max(self.LEAST, self.scale * self._scaler.get_backoff_factor()) if lower else self.scale)
+        self._scaler.update(scale)
         if lower:
             self.load({"scale": self.scale, "good_steps": 0})
 
@@ -43,8 +46,8 @@ class TorchScaling:
 
     def load(self, state: dict[str, float]) -> None:
         """Continue from `state()`, also of the other kind."""
-        own = {"scale": state["scale"], "_growth_tracker": state["good_steps"]}
-        self._scaler.load_state_dict(self._scaler.state_dict() | own)
+        saved = {"scale": state["scale"], "_growth_tracker": state["good_steps"]}
+        self._scaler.load_state_dict(self._scaler.state_dict() | saved)
 
 
 class DeepSpeedScaling:

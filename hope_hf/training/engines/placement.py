@@ -25,8 +25,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that this process holds, padding included; memory that several tensors share counts once."""
-    storages = (local_part(tensor).untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes = {}
+    for tensor in tensors:
+        storage = local_part(tensor).untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def device_name(device: torch.device) -> str:
@@ -44,18 +47,20 @@ def free_memory(device: torch.device) -> int | None:
 def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
     """One line per process, the same list on all: its place, its device, and its share of the parameters."""
     by_dtype = Counter()
-    for held in map(local_part, model.parameters()):
-        by_dtype[dtype_name(held.dtype)] += held.numel()
-    held = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
-    place = str(accelerator.device)
+    for parameter in model.parameters():
+        part = local_part(parameter)
+        by_dtype[dtype_name(part.dtype)] += part.numel()
+    parts = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
+    device = str(accelerator.device)
     if accelerator.device.type == "cuda":
-        place += f" ({device_name(accelerator.device)})"
+        device += f" ({device_name(accelerator.device)})"
     if torch.distributed.is_initialized():
-        place += f", {torch.distributed.get_backend()}"
+        device += f", {torch.distributed.get_backend()}"
     free = free_memory(accelerator.device)
+    shown = "?" if free is None else f"{free / GIB:.1f}"
     line = (
         f"{accelerator.process_index} of {accelerator.num_processes} (local {accelerator.local_process_index} on "
-        f"{socket.gethostname()}): {place}, {'?' if free is None else f'{free / GIB:.1f}'} GiB free, holds {held}"
+        f"{socket.gethostname()}): {device}, {shown} GiB free, holds {parts}"
     )
     return gather_object([line])
 
@@ -66,34 +71,47 @@ def free_host_memory(system: Path = Path("/")) -> int | None:
     Args:
         system: the folder that has `proc` and `sys`.
     """
-    lines = (line for line in _lines(system / "proc/meminfo") if line.startswith("MemAvailable:"))
-    limits = [*(int(line.split()[1]) * 1024 for line in lines), *_cgroups(system)]
+    limits = []
+    for line in _lines(system / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for line in _lines(system / "proc/self/cgroup"):
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            limits += _left_below_limits(
+                system / "sys/fs/cgroup", group, limit="memory.max", used="memory.current", total=""
+            )
+        elif "memory" in controllers.split(","):
+            # Version 1, whose fields that include subgroups begin with `total_`.
+            limits += _left_below_limits(
+                system / "sys/fs/cgroup/memory",
+                group,
+                limit="memory.limit_in_bytes",
+                used="memory.usage_in_bytes",
+                total="total_",
+            )
     return max(0, min(limits)) if limits else None
 
 
-def _cgroups(system: Path) -> Iterator[int]:
-    """Bytes left below the limit of each group, from the process's own to the outermost visible one."""
-    for line in _lines(system / "proc/self/cgroup"):
-        number, controllers, own = line.split(":", 2)
-        if number == "0":
-            root, limit, used, total = "sys/fs/cgroup", "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            # Version 1, whose fields that include subgroups begin with `total_`.
-            root, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            total = "total_"
-        else:
+def _left_below_limits(root: Path, group: str, *, limit: str, used: str, total: str) -> Iterator[int]:
+    """Bytes left below the limit of each control group, from the process's own to the outermost visible one.
+
+    `limit`, `used`: names of files; `total`: begins the fields of `memory.stat` that include subgroups.
+    """
+    # In a container the group may have its name on the host; the root that is mounted here is then that group.
+    path = PurePosixPath(group.lstrip("/"))
+    for parent in (path, *path.parents):
+        folder = root / parent
+        most, now = _lines(folder / limit), _lines(folder / used)
+        if not now or most in ([], ["max"]):
             continue
-        # In a container the group may have its name on the host; the root that is mounted here is then that group.
-        path = PurePosixPath(own.lstrip("/"))
-        for group in (path, *path.parents):
-            folder = system / root / group
-            most, held = _lines(folder / limit), _lines(folder / used)
-            if not held or most in ([], ["max"]):
-                continue
-            # MemAvailable counts them too: the kernel drops cached pages of files before it refuses memory.
-            stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
-            cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
-            yield int(most[0]) - int(held[0]) + cached
+        # MemAvailable counts them too: the kernel drops cached pages of files before it refuses memory.
+        cached = 0
+        for line in _lines(folder / "memory.stat"):
+            name, value = line.split(" ", 1)
+            if name in (f"{total}active_file", f"{total}inactive_file"):
+                cached += int(value)
+        yield int(most[0]) - int(now[0]) + cached
 
 
 def _lines(file: Path) -> list[str]:
@@ -114,31 +132,34 @@ def write_audit(folder: str | os.PathLike, engine: Engine) -> None:
     - copy: whether another process counts them; the other rows of all processes together are the model.
     - dtype: as stored; compute: in the forward pass; reduce: of gradients summed over processes, "-" for none.
     """
-    rows = ["\t".join(map(str, row)) for row in (HEADER, *_parameters(engine), *_buffers(engine))]
     file = Path(folder) / f"parameters_rank{engine.accelerator.process_index}.tsv"
-    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    with file.open("w", encoding="utf-8") as opened:
+        for row in (HEADER, *_parameters(engine), *_buffers(engine)):
+            print(*row, sep="\t", file=opened)
 
 
 def _parameters(engine: Engine) -> Iterator[tuple]:
     compute = engine.compute_dtype()
-    for own in engine.weight_slices():
-        name, held = own.names[0], own.tensors["weight"]
+    for part in engine.weight_slices():
+        name, values = part.names[0], part.tensors["weight"]
         if name not in engine.trained:
             continue
-        dtype, trained = dtype_name(held.dtype), engine.trained[name]
+        dtype, trained = dtype_name(values.dtype), engine.trained[name]
         reduce = engine.reduce_dtype(name) if trained else None
         yield (
-            " = ".join(own.names), "parameter", list(own.shape), own.start, own.start + held.numel(), own.is_copy,
-            dtype, compute or dtype, "-" if reduce is None else dtype_name(reduce), held.device, trained,
+            " = ".join(part.names), "parameter", list(part.shape), part.start, part.start + values.numel(),
+            part.is_copy, dtype, compute or dtype, "-" if reduce is None else dtype_name(reduce), values.device,
+            trained,
         )  # fmt: skip
 
 
 def _buffers(engine: Engine) -> Iterator[tuple]:
-    copy = not engine.accelerator.is_main_process
+    is_copy = not engine.accelerator.is_main_process
     for name, buffer in engine.buffers().items():
-        compute = engine.buffer_dtype() if buffer.is_floating_point() else None
         dtype = dtype_name(buffer.dtype)
+        compute = dtype
+        if buffer.is_floating_point() and engine.buffer_dtype() is not None:
+            compute = dtype_name(engine.buffer_dtype())
         yield (
-            name, "buffer", list(buffer.shape), 0, buffer.numel(), copy,
-            dtype, dtype if compute is None else dtype_name(compute), "-", buffer.device, False,
+            name, "buffer", list(buffer.shape), 0, buffer.numel(), is_copy, dtype, compute, "-", buffer.device, False
         )  # fmt: skip

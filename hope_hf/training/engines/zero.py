@@ -17,11 +17,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hope_hf.common.launch_file import LOW_PRECISION, MICRO_BATCH, deepspeed_json
 from hope_hf.common.process import warn_once
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.optim import LevelClock
 from hope_hf.plan import Launch, zero_strategy
 
-from .base import Engine, Slice, dtype_name, is_on_meta, make_real, split_state
+from .base import Engine, EngineOptions, Slice, dtype_name, is_on_meta, make_real, split_state
 from .loss_scaling import DeepSpeedScaling
 
 # DeepSpeed's names of settings that the flags decide.
@@ -33,20 +32,20 @@ FLAGS_OF_KEYS = {
 
 
 @dataclass(frozen=True)
-class _HeldSlice:
-    """The place of this process's slice of a parameter in fp32: `start` in the parameter, `place` in `flat`."""
+class _FlatSlice:
+    """A process's slice of a parameter in fp32: it begins at `start` of the parameter, and at `offset` of `flat`."""
 
     parameter: Tensor
     start: int
     flat: Tensor
-    place: int
+    offset: int
     length: int
     group: dict
     """The optimizer's group of the parameter."""
 
     def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
         """The slices of the tensors `flat`, which have the layout of `self.flat`."""
-        values = {key: tensor.narrow(0, self.place, self.length) for key, tensor in flat.items()}
+        values = {key: tensor.narrow(0, self.offset, self.length) for key, tensor in flat.items()}
         # Stage 3 empties the parameter itself.
         shape = getattr(self.parameter, "ds_shape", self.parameter.shape)
         return Slice(names, shape, self.start, values, is_copy=False)
@@ -58,7 +57,7 @@ class Zero(Engine):
     flattens = True
     trains_levels = False
 
-    def __init__(self, accelerator: Accelerator, args: Arguments):
+    def __init__(self, accelerator: Accelerator, options: EngineOptions):
         """Raises ValueError if the DeepSpeed file contradicts a flag."""
         super().__init__(accelerator)
         # DeepSpeed calls deprecated functions of torch in every step; its user cannot change that.
@@ -67,7 +66,7 @@ class Zero(Engine):
         # that loads a model alone waits forever. Here --init decides how models are made.
         unset_hf_deepspeed_config()
         if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
-            warn_once(f"zero3_init_flag is ignored: --init {args.init} decides.")
+            warn_once(f"zero3_init_flag is ignored: --init {options.init} decides.")
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         self._options = config["zero_optimization"]
         self.stage = self._options["stage"]
@@ -75,12 +74,12 @@ class Zero(Engine):
             raise ValueError(f"DeepSpeed's zero_stage is {self.stage}: use 2 or 3, or accelerate_configs/ddp.yaml.")
         self.name = f"DeepSpeed ZeRO-{self.stage}"
         self.fills_shards = self.stage == 3
-        _check_file(args)
+        _check_file(options)
         # With offloading this package's optimizer runs on the CPU, not one of DeepSpeed's.
         config["zero_force_ds_cpu_optimizer"] = False
         for key, flag in FLAGS_OF_KEYS.items():
-            config[key] = getattr(args, flag)
-        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+            config[key] = getattr(options, flag)
+        accelerator.gradient_accumulation_steps = options.gradient_accumulation_steps
         if accelerator.mixed_precision == "bf16" and not deepspeed_json().get("bf16"):
             # Weights stay fp32 and memories compute in it, as under the other engines.
             config["bf16"] = {"enabled": False}
@@ -89,14 +88,17 @@ class Zero(Engine):
         self._autocast = autocast.get("dtype") if autocast.get("enabled") else None
         # DeepSpeed's own fp16: forward weights in fp16, the optimizer's in fp32. With torch's autocast it would clip
         # gradients that are still scaled, and each process would detect only its own overflow.
-        self._low_precision = any(config.get(name, {}).get("enabled") is True for name in LOW_PRECISION)
+        low_precision = [name for name in LOW_PRECISION if config.get(name, {}).get("enabled") is True]
+        self._low_precision = bool(low_precision)
         # In low precision DeepSpeed shards its fp32 weights.
         self.shards_weights = self.stage == 3 or self._low_precision
 
     def launch(self) -> Launch:
-        devices = [(self._options.get(f"offload_{name}") or {}).get("device") for name in ("optimizer", "param")]
-        strategy = zero_strategy(self.stage, *(device == "cpu" for device in devices))
+        strategy = zero_strategy(self.stage, self._offloads("optimizer"), self._offloads("param"))
         return self._launch(strategy, self.accelerator.num_processes)
+
+    def _offloads(self, what: str) -> bool:
+        return (self._options.get(f"offload_{what}") or {}).get("device") == "cpu"
 
     def prepare(self, model: PreTrainedModel, optimizer: LevelClock) -> nn.Module:
         if self.stage == 3:
@@ -105,7 +107,8 @@ class Zero(Engine):
         if is_on_meta(model):
             self._make_parts_real(model)
         elif self._low_precision:
-            exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            for name, parameter in model.named_parameters():
+                exact[name] = parameter.detach().clone()
         super().prepare(model, optimizer)
         assert self.wrapped.zero_optimization_stage() == self.stage
         assert self.wrapped.gradient_accumulation_steps() == self.accelerator.gradient_accumulation_steps
@@ -135,7 +138,8 @@ class Zero(Engine):
             )
         for module in model.modules():
             for key, buffer in module._buffers.items():
-                module._buffers[key] = buffer if buffer is None else buffer.to(self.accelerator.device)
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(self.accelerator.device)
 
     def weights_loaded(self) -> None:
         # The forward pass has its own copy, which DeepSpeed sets in every step.
@@ -145,18 +149,18 @@ class Zero(Engine):
     @torch.no_grad()
     def _keep_exact(self, weights: dict[str, Tensor]):
         """Copy the exact weights to the optimizer; DeepSpeed rounded them before it copied them."""
-        for held in self._held_slices():
-            whole = weights[self._names[held.parameter]].flatten()
-            own = held.flat.narrow(0, held.place, held.length)
-            own.copy_(whole[held.start : held.start + held.length])
+        for part in self._flat_slices():
+            whole = weights[self._names[part.parameter]].flatten()
+            values = part.flat.narrow(0, part.offset, part.length)
+            values.copy_(whole[part.start : part.start + part.length])
 
     @staticmethod
     def _gather_whole_blocks(model: PreTrainedModel):
         """Gather blocks as a whole: the mixer uses memories outside the forward pass of their own module."""
         from deepspeed.utils import set_z3_leaf_modules
 
-        wanted = model._no_split_modules or ()
-        classes = {type(module) for module in model.modules() if type(module).__name__ in wanted}
+        blocks = model._no_split_modules or ()
+        classes = {type(module) for module in model.modules() if type(module).__name__ in blocks}
         if classes:
             set_z3_leaf_modules(model, list(classes))
 
@@ -195,20 +199,23 @@ class Zero(Engine):
 
         if not parameters:
             return None
-        norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter).float()) for parameter in parameters]
+        norms = []
+        for parameter in parameters:
+            norms.append(torch.linalg.vector_norm(safe_get_full_grad(parameter).float()))
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def held_weights(self) -> list[Tensor]:
-        return [*super().held_weights(), *(held.flat for held in self._held_slices())]
+        return super().held_weights() + [part.flat for part in self._flat_slices()]
 
     def held_gradients(self) -> list[Tensor]:
         # DeepSpeed keeps gradients of its own; those offloaded to the CPU belong to its flat weights.
-        flat = (held.flat.grad for held in self._held_slices())
+        gradients = [part.flat.grad for part in self._flat_slices()]
         if self.stage == 3:
-            own = [self._zero.grad_partitions_flat_buffer]
+            gradients.append(self._zero.grad_partitions_flat_buffer)
         else:
-            own = [gradient for group in self._zero.averaged_gradients.values() for gradient in group or ()]
-        return [*super().held_gradients(), *(gradient for gradient in (*flat, *own) if gradient is not None)]
+            for group in self._zero.averaged_gradients.values():
+                gradients += group or []
+        return super().held_gradients() + [gradient for gradient in gradients if gradient is not None]
 
     def compute_dtype(self) -> str | None:
         if self._low_precision:
@@ -220,17 +227,17 @@ class Zero(Engine):
 
     def weight_slices(self) -> Iterator[Slice]:
         # Only DeepSpeed's groups map parameters to their slices.
-        self._own = {held.parameter: held for held in self._held_slices()}
+        self._slices = {part.parameter: part for part in self._flat_slices()}
         return super().weight_slices()
 
     def _slice(self, names: tuple[str, ...], tensor: Tensor, values: dict[str, Tensor]) -> Slice:
         if not self.shards_weights or not isinstance(tensor, nn.Parameter):
             return super()._slice(names, tensor, values)
-        held = self._own.get(tensor)
-        if held is None:
+        part = self._slices.get(tensor)
+        if part is None:
             # Stage 2 cuts all parameters end to end: this process's range does not overlap with this parameter.
             return Slice(names, tensor.shape, 0, {"weight": torch.empty(0)}, is_copy=False)
-        return held.slice(names, {"weight": held.flat.detach()})
+        return part.slice(names, {"weight": part.flat.detach()})
 
     def save_model(self, folder: Path, weights: dict[str, Tensor], **options) -> None:
         super().save_model(folder, weights, **options)
@@ -240,14 +247,15 @@ class Zero(Engine):
             self.model.config.save_pretrained(folder)
 
     def optimizer_slices(self) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
-        for held in self._held_slices():
-            tensors, scalars = split_state(self.optimizer.create_state(held.flat, held.group))
-            yield held.slice((self._names[held.parameter],), tensors), scalars
+        for part in self._flat_slices():
+            tensors, scalars = split_state(self.optimizer.create_state(part.flat, part.group))
+            yield part.slice((self._names[part.parameter],), tensors), scalars
 
-    def _held_slices(self) -> Iterator[_HeldSlice]:
-        return self._held_slices_of_stage_3() if self.stage == 3 else self._held_slices_of_stage_2()
+    def _flat_slices(self) -> Iterator[_FlatSlice]:
+        """This process's slices of all parameters of which it has any."""
+        return self._flat_slices_of_stage_3() if self.stage == 3 else self._flat_slices_of_stage_2()
 
-    def _held_slices_of_stage_2(self) -> Iterator[_HeldSlice]:
+    def _flat_slices_of_stage_2(self) -> Iterator[_FlatSlice]:
         zero = self._zero
         for parameters, flat, group in zip(
             zero.bit16_groups, zero.single_partition_of_fp32_groups, self.optimizer.param_groups, strict=True
@@ -255,37 +263,37 @@ class Zero(Engine):
             for parameter in parameters:
                 mapping = parameter._hp_mapping
                 if mapping is not None:
-                    start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                    yield _HeldSlice(parameter, start, flat, place.start, place.numel, group)
+                    start, fragment = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+                    yield _FlatSlice(parameter, start, flat, fragment.start, fragment.numel, group)
 
-    def _held_slices_of_stage_3(self) -> Iterator[_HeldSlice]:
+    def _flat_slices_of_stage_3(self) -> Iterator[_FlatSlice]:
         zero, groups = self._zero, self.optimizer.param_groups
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             for parameter in zero.fp16_groups[index]:
-                _, place, length = zero.grad_position[zero.get_param_id(parameter)]
+                _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
                 start = self.accelerator.process_index * length
                 # The last slices are padded.
                 length = max(0, min(length, parameter.ds_numel - start))
-                yield _HeldSlice(parameter, start, flat, place, length, groups[zero.sub_group_to_group_id[index]])
+                yield _FlatSlice(parameter, start, flat, offset, length, groups[zero.sub_group_to_group_id[index]])
 
 
-def _check_file(args: Arguments) -> None:
-    given = deepspeed_json()
+def _check_file(options: EngineOptions) -> None:
+    configuration = deepspeed_json()
     for key, variable in (
         ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
         ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
     ):
         if os.environ.get(variable, "auto") != "auto":
-            given.setdefault(key, float(os.environ[variable]))
+            configuration.setdefault(key, float(os.environ[variable]))
     for key, flag in FLAGS_OF_KEYS.items():
-        value = given.get(key, "auto")
-        if value != "auto" and value != getattr(args, flag):
+        value = configuration.get(key, "auto")
+        if value != "auto" and value != getattr(options, flag):
             raise ValueError(
-                f"The DeepSpeed configuration has {key} {value:g} and --{flag} is {getattr(args, flag):g}: leave the "
-                "key out, or make it 'auto'."
+                f"The DeepSpeed configuration has {key} {value:g} and --{flag} is {getattr(options, flag):g}: leave "
+                "the key out, or make it 'auto'."
             )
     for key in ("optimizer", "scheduler"):
-        if key in given:
+        if key in configuration:
             raise ValueError(
                 f"The DeepSpeed configuration brings {key}, and so does hope-hf train: leave the key out "
                 "(--optimizer, --lr_scheduler_type)."

@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hope_hf.common.gpus import GIB
 from hope_hf.common.recompute import Recomputed, parse_recomputed
-from hope_hf.common.run_arguments import Arguments
 
-from .facts import Facts, Gpu, Room
+from .facts import Facts, Gpu, Room, RoomOptions
 
 # Share of the free memory; above it the allocator's gaps and the system's own needs may not fit.
 COMFORTABLE = 0.9
@@ -45,11 +44,10 @@ class Result:
 
 def worst(results: list[Result]) -> Result:
     """The worst over all processes, in order of their ranks; it names its rank if the processes differ."""
-    rank = max(range(len(results)), key=lambda rank: (LEVELS.index(results[rank].level), results[rank].strain))
-    found = results[rank]
-    if all(result.text == found.text for result in results):
-        return found
-    return Result(found.level, f"{found.text} (rank {rank})", found.strain)
+    result = max(results, key=lambda result: (LEVELS.index(result.level), result.strain))
+    if len({result.text for result in results}) == 1:
+        return result
+    return replace(result, text=f"{result.text} (rank {results.index(result)})")
 
 
 def line(name: str, result: Result) -> str:
@@ -68,7 +66,8 @@ def check_run(facts: Facts) -> Result:
     """Whether the run begins, continues or is complete."""
     if facts.in_use:
         return Result(
-            "fail", f"{facts.args.output_dir} is in use, another process trains in it: wait, or choose another folder"
+            "fail",
+            f"{facts.options.output_dir} is in use, another process trains in it: wait, or choose another folder",
         )
     if facts.continues is None:
         return Result("ok", f"begins at step 0 of {facts.total_steps:,}")
@@ -128,22 +127,22 @@ def check_disk(facts: Room) -> Result:
 
     These are at least 2, or one in a short run.
     """
-    sizes, args = facts.sizes, facts.args
+    sizes, options = facts.sizes, facts.options
     if facts.unwritable is not None:
         return Result(
             "fail",
-            f"{args.output_dir} takes no checkpoint ({facts.unwritable}): make it writable or choose another disk",
+            f"{options.output_dir} takes no checkpoint ({facts.unwritable}): make it writable or choose another disk",
         )
-    each = sizes.saved + (0 if args.save_only_model else sizes.optimizer)
-    count = max(2, args.save_total_limit + 1)
-    if args.keep_every is not None:
-        count += facts.total_steps // args.keep_every
+    each = sizes.saved + (0 if options.save_only_model else sizes.optimizer)
+    count = max(2, options.save_total_limit + 1)
+    if options.keep_every is not None:
+        count += facts.total_steps // options.keep_every
     left = facts.total_steps - facts.step
     # The last step has one whatever its number.
-    written = 1 + ((left - 1) // args.checkpointing_steps if args.checkpointing_steps else 0)
+    written = 1 + ((left - 1) // options.checkpointing_steps if options.checkpointing_steps else 0)
     # The finished run writes the weights once more; the best model is replaced by a second one.
-    weights = sizes.saved * (1 if args.keep_best == "none" else 3)
-    need, free = min(count * each - facts.held, written * each) + weights, facts.free.disk
+    weights = sizes.saved * (1 if options.keep_best == "none" else 3)
+    need, free = min(count * each - facts.used, written * each) + weights, facts.free.disk
     count = min(count, written)
     needed = max(0, need)
     reason = f"{count} checkpoint(s) of {_gib(each)} and the weights need {_gib(needed)} more"
@@ -161,10 +160,10 @@ def check_disk(facts: Room) -> Result:
 def check_host(facts: Room) -> Result:
     """The machine's memory: every process may first build the model there, and checkpoints pass through it."""
     sizes, free = facts.sizes, facts.free.host
-    built = 0 if facts.args.init == "sharded" else facts.local_processes * sizes.weights
+    built = 0 if facts.options.init == "sharded" else facts.local_processes * sizes.weights
     # The first process gathers the whole weights for a checkpoint; a background one copies the state held here.
     saved = 0 if facts.in_parts else sizes.weights
-    if facts.args.async_save:
+    if facts.options.async_save:
         share = facts.local_processes / facts.processes if sizes.is_shared_out else 1
         saved += int(share * (sizes.weights + sizes.optimizer))
     trained = sizes.offloaded if facts.on_gpu else facts.local_processes * sizes.peak
@@ -213,7 +212,7 @@ def check_memory(facts: Room) -> Result:
     sizes = facts.sizes
     how = "estimated" if sizes.is_estimate else "planned"
     whole = f"give --sync_each_batch ({_gib(sizes.whole_gradients)} are whole gradients between batches)"
-    fix = ", ".join(([whole] if sizes.whole_gradients else []) + smaller_steps(facts.args))
+    fix = ", ".join(([whole] if sizes.whole_gradients else []) + smaller_steps(facts.options))
     if facts.on_gpu:
         return _fits(sizes.peak, facts.free.device, f"a step, {how},", fix)
     count = facts.local_processes
@@ -221,12 +220,12 @@ def check_memory(facts: Room) -> Result:
     return _fits(count * sizes.peak, facts.free.host, what, fix, COMFORTABLE_ON_CPU)
 
 
-def smaller_steps(args: Arguments) -> list[str]:
+def smaller_steps(options: RoomOptions) -> list[str]:
     """Flags that make a step's memory smaller, without those that are set."""
     ways = {
-        "lower --per_device_train_batch_size": args.per_device_train_batch_size > 1,
+        "lower --per_device_train_batch_size": options.per_device_train_batch_size > 1,
         "lower --block_size": True,
-        "give --gradient_checkpointing": parse_recomputed(args.gradient_checkpointing) != Recomputed("block"),
+        "give --gradient_checkpointing": parse_recomputed(options.gradient_checkpointing) != Recomputed("block"),
         "see `hope-hf plan`": True,
     }
     return [words for words, helps in ways.items() if helps]

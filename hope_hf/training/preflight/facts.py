@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from hope_hf.common.files import flush_folder, flush_to_disk, free_disk, unfinished
 from hope_hf.common.process import local_processes, one_line
-from hope_hf.common.run_arguments import Arguments
 from hope_hf.plan import Planned, StepOptions, plan_running
 
 from ..engines.base import Engine
 from ..engines.placement import free_memory
-from ..setup import Run
+from ..setup import RunParts
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,23 @@ class Text:
 
 
 @dataclass(frozen=True)
+class RoomOptions:
+    """The flags on which the room of a run depends."""
+
+    output_dir: str
+    init: str
+    gradient_checkpointing: str
+    per_device_train_batch_size: int
+    checkpointing_steps: int
+    save_total_limit: int
+    keep_every: int | None
+    keep_best: str
+    save_only_model: bool
+    save_sharded: bool
+    async_save: bool
+
+
+@dataclass(frozen=True)
 class Room:
     """What a run takes, and what was free before: the part of the facts that every run has, not only a dry one.
 
@@ -56,11 +71,11 @@ class Room:
         on_gpu: whether the run computes on a GPU.
         in_parts: whether every process saves its own part of the weights.
         unwritable: why no checkpoint can be written to the folder; None if one can.
-        held: bytes of the checkpoints in the folder.
+        used: bytes of the checkpoints in the folder.
         step: number of steps done before.
     """
 
-    args: Arguments
+    options: RoomOptions
     processes: int
     local_processes: int
     on_gpu: bool
@@ -68,7 +83,7 @@ class Room:
     free: FreeMemory
     sizes: Planned
     unwritable: str | None
-    held: int
+    used: int
     step: int
     total_steps: int
 
@@ -90,22 +105,23 @@ class Facts(Room):
     continues: Path | None
 
 
-def read_room(args: Arguments, engine: Engine, run: Run, step: int, free: FreeMemory) -> Room:
+def read_room(
+    options: RoomOptions, step_options: StepOptions, engine: Engine, parts: RunParts, step: int, free: FreeMemory
+) -> Room:
     """The room of a run that is built and goes on after `step` steps; `free` was read before."""
     accelerator, processes = engine.accelerator, local_processes()
-    options = StepOptions.of(args, run.plan.block_size)
     return Room(
-        args=args,
+        options=options,
         processes=accelerator.num_processes,
         local_processes=processes,
         on_gpu=accelerator.device.type == "cuda",
-        in_parts=engine.saves_parts(args),
+        in_parts=engine.saves_parts(options.save_sharded),
         free=free,
-        sizes=plan_running(run.model, engine.launch(), options, processes),
-        unwritable=write_problem(args.output_dir) if accelerator.is_main_process else None,
-        held=held_bytes(args.output_dir),
+        sizes=plan_running(parts.model, engine.launch(), step_options, processes),
+        unwritable=write_problem(options.output_dir) if accelerator.is_main_process else None,
+        used=used_bytes(options.output_dir),
         step=step,
-        total_steps=run.plan.total_steps,
+        total_steps=parts.plan.total_steps,
     )
 
 
@@ -113,20 +129,24 @@ def read_gpu() -> Gpu | str | None:
     """`Facts.gpu`, read before this process uses the GPU; needs nvidia-ml-py."""
     if not torch.cuda.is_available():
         return "torch does not see it" if shutil.which("nvidia-smi") else None
-    own = int(os.environ.get("LOCAL_RANK", "0"))
+    device = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        return Gpu(torch.cuda.utilization(own), torch.cuda.device_memory_used(own), torch.cuda.temperature(own))
+        return Gpu(
+            busy=torch.cuda.utilization(device),
+            used=torch.cuda.device_memory_used(device),
+            temperature=torch.cuda.temperature(device),
+        )
     # The driver has its own error types.
     except Exception as error:
         return one_line(error)
 
 
-def read_free_memory(args: Arguments, accelerator: Accelerator) -> FreeMemory:
-    """This process's free memory and disk."""
-    device, host = free_memory(accelerator.device), free_memory(torch.device("cpu"))
-    folder = Path(args.output_dir).absolute()
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return FreeMemory(device, host, free_disk(nearest))
+def read_free_memory(output_dir: str, device: torch.device) -> FreeMemory:
+    """This process's free memory, and that of the disk of a run's folder."""
+    nearest = Path(output_dir).absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    return FreeMemory(free_memory(device), free_memory(torch.device("cpu")), free_disk(nearest))
 
 
 def write_problem(output_dir: str) -> str | None:
@@ -157,6 +177,6 @@ def write_problem(output_dir: str) -> str | None:
     return None
 
 
-def held_bytes(output_dir: str) -> int:
+def used_bytes(output_dir: str) -> int:
     """Bytes of the checkpoints in a run's folder."""
     return sum(path.stat().st_size for path in Path(output_dir).glob("checkpoint-*/**/*") if path.is_file())

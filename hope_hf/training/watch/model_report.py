@@ -12,7 +12,16 @@ from hope_hf import CACHE_NAME
 
 def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
     """Mixers that report on their memories, by layer."""
-    return {m.layer_idx: m for m in model.modules() if hasattr(m, "statistics") and hasattr(m, "layer_idx")}
+    return _by_layer(model, "statistics")
+
+
+def _by_layer(model: nn.Module, method: str) -> dict[int, nn.Module]:
+    """The modules of layers that have a method."""
+    modules = {}
+    for module in model.modules():
+        if hasattr(module, method) and hasattr(module, "layer_idx"):
+            modules[module.layer_idx] = module
+    return modules
 
 
 @contextmanager
@@ -20,22 +29,20 @@ def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled
     """While open, the first forward pass adds `memory/<layer>/<name>` to `rows`, taken from the batch's first row."""
     handles, done = [], set()
 
-    def record(layer, mixer):
-        def hook(module, arguments, keywords):
-            # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
-            hidden_states = arguments[0] if arguments else keywords["hidden_states"]
-            if layer in done:
-                return
-            done.add(layer)
-            with torch.no_grad():
-                statistics = mixer.statistics(hidden_states[:1].detach())
-            rows.update({f"{mixer.metrics}/{layer}/{name}": value for name, value in statistics.items()})
-
-        return hook
+    def record(mixer, arguments, keywords):
+        layer = mixer.layer_idx
+        # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
+        if layer in done:
+            return
+        done.add(layer)
+        hidden_states = arguments[0] if arguments else keywords["hidden_states"]
+        with torch.no_grad():
+            statistics = mixer.statistics(hidden_states[:1].detach())
+        rows.update(_rows_of(mixer, layer, statistics))
 
     if enabled:
-        for layer, mixer in self_modifying_mixers(model).items():
-            handles.append(mixer.register_forward_pre_hook(record(layer, mixer), with_kwargs=True))
+        for mixer in self_modifying_mixers(model).values():
+            handles.append(mixer.register_forward_pre_hook(record, with_kwargs=True))
     try:
         yield
     finally:
@@ -47,11 +54,18 @@ def initial_state_gradients(engine) -> dict[str, float]:
     """Gradient norm of each layer's initial memory states before clipping, by row."""
     rows = {}
     for layer, mixer in self_modifying_mixers(engine.model).items():
-        states = [m for m in mixer.modules() if getattr(m, "is_initial_state", False)]
-        norm = engine.gradient_norm([parameter for state in states for parameter in state.parameters()])
+        parameters = []
+        for module in mixer.modules():
+            if getattr(module, "is_initial_state", False):
+                parameters += module.parameters()
+        norm = engine.gradient_norm(parameters)
         if norm is not None:
-            rows[f"{mixer.metrics}/{layer}/initial_state_grad_norm"] = norm
+            rows |= _rows_of(mixer, layer, {"initial_state_grad_norm": norm})
     return rows
+
+
+def _rows_of(mixer: nn.Module, layer: int | str, values: dict[str, float | Tensor]) -> dict[str, float | Tensor]:
+    return {f"{mixer.metrics}/{layer}/{name}": value for name, value in values.items()}
 
 
 def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
@@ -77,11 +91,12 @@ def learning_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabl
         if names or getattr(cache, "levels", None) is None:
             return
         with torch.no_grad():
-            found = {name: count.double().mean(0) for name, count in cache.levels.counts.items()}
-            found["drift"] = module.level_drifts(cache).amax(0)
-        for name, values in found.items():
-            rows.update({f"level/{level}/{name}": value for level, value in enumerate(values.tolist())})
-        names.update(found)
+            by_name = {name: count.double().mean(0) for name, count in cache.levels.counts.items()}
+            by_name["drift"] = module.level_drifts(cache).amax(0)
+        for name, values in by_name.items():
+            for level, value in enumerate(values.tolist()):
+                rows[f"level/{level}/{name}"] = value
+        names.update(by_name)
 
     handle = model.register_forward_hook(hook) if enabled and hasattr(model, "level_drifts") else None
     try:
@@ -101,8 +116,9 @@ class MixerReport:
     """Rows that mixers sum up over the passes of a logged step; all processes call `rows` together."""
 
     def __init__(self, model: nn.Module):
-        self._mixers = {m.layer_idx: m for m in model.modules() if hasattr(m, "begin_statistics")}
-        self._parts: dict[int, list[dict]] = {layer: [] for layer in self._mixers}
+        self._mixers = _by_layer(model, "begin_statistics")
+        # By layer: what each forward pass has summed up.
+        self._passes: dict[int, list[dict]] = {layer: [] for layer in self._mixers}
         self._in_a_row: Counter[int] = Counter()
         self._warnings: list[str] = []
 
@@ -118,28 +134,33 @@ class MixerReport:
             yield
         finally:
             for layer, mixer in self._mixers.items():
-                self._parts[layer] += mixer.end_statistics()
+                self._passes[layer] += mixer.end_statistics()
 
     def rows(self) -> dict[str, float]:
         """Rows of all tokens since the last call."""
         if not self._mixers:
             return {}
-        parts: dict[int, list[dict]] = {layer: [] for layer in self._mixers}
-        for of_process in gather_object([self._parts]):
-            for layer, found in of_process.items():
-                parts[layer] += found
-        self._parts = {layer: [] for layer in self._mixers}
-        rows, together, self._warnings = {}, {}, []
+        of_processes = gather_object([self._passes])
+        self._passes = {layer: [] for layer in self._mixers}
+        rows: dict[str, float] = {}
+        self._warnings = []
+        # By the first part of the rows' names: a mixer of this kind, and the passes of all its layers.
+        kinds: dict[str, nn.Module] = {}
+        passes_of_kind: dict[str, list[dict]] = {}
         for layer, mixer in self._mixers.items():
-            found = mixer.summary(parts[layer])
-            rows |= {f"{mixer.metrics}/{layer}/{name}": value for name, value in found.items()}
-            warning = mixer.warning(found, STEPS)
+            passes = []
+            for by_layer in of_processes:
+                passes += by_layer[layer]
+            summary = mixer.summary(passes)
+            rows |= _rows_of(mixer, layer, summary)
+            warning = mixer.warning(summary, STEPS)
             self._in_a_row[layer] = self._in_a_row[layer] + 1 if warning else 0
             if self._in_a_row[layer] == STEPS:
                 self._warnings.append(warning)
-            together.setdefault(mixer.metrics, (mixer, []))[1].extend(parts[layer])
-        for metrics, (mixer, found) in together.items():
-            rows |= {f"{metrics}/{ALL}/{name}": value for name, value in mixer.summary(found).items()}
+            kinds.setdefault(mixer.metrics, mixer)
+            passes_of_kind.setdefault(mixer.metrics, []).extend(passes)
+        for metrics, mixer in kinds.items():
+            rows |= _rows_of(mixer, ALL, mixer.summary(passes_of_kind[metrics]))
         return rows
 
     def warnings(self) -> list[str]:
@@ -159,19 +180,22 @@ class KernelReport:
         """`kernel/<what>/fallbacks` since the last call; all processes call this together."""
         if not self._has_kernels:
             return {}
-        before, self._total, own = self._total, Counter(), Counter()
+        before, self._total = self._total, Counter()
+        fallbacks = Counter()
         for module in self._model.modules():
-            own.update(getattr(module, "kernel_fallbacks", {}))
-        for counts in gather_object([own]):
+            fallbacks.update(getattr(module, "kernel_fallbacks", {}))
+        for counts in gather_object([fallbacks]):
             self._total.update(counts)
         rows = Counter()
-        for what, reason in self._total:
-            rows[f"kernel/{what}/fallbacks"] += self._total[what, reason] - before[what, reason]
+        for (what, reason), count in self._total.items():
+            rows[f"kernel/{what}/fallbacks"] += count - before[what, reason]
         return dict(rows)
 
     def table(self) -> str:
         """The sums of all rows so far, with reasons; empty if every kernel ran."""
         if not self._total:
             return ""
-        lines = [f"| {what} | {count:,} | {reason} |" for (what, reason), count in self._total.most_common()]
-        return "\n".join(["Without kernels of the GPU:", "", "| what | calls | why |", "|---|---|---|", *lines])
+        lines = ["Without kernels of the GPU:", "", "| what | calls | why |", "|---|---|---|"]
+        for (what, reason), count in self._total.most_common():
+            lines.append(f"| {what} | {count:,} | {reason} |")
+        return "\n".join(lines)

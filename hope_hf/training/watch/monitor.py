@@ -7,10 +7,10 @@ from pathlib import Path
 from hope_hf.common.files import PROCESSES
 from hope_hf.common.gpus import peak_flops
 from hope_hf.common.process import threads_of_user
-from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.run_arguments import RunArguments
 
 from ..engines.base import Engine, Update
-from ..state import Progress
+from ..state import Counters
 from .model_report import (
     KernelReport,
     MixerReport,
@@ -40,29 +40,41 @@ class Monitor:
     if batches accumulate, `last_batch_begins` as well.
     """
 
-    def __init__(self, args: Arguments, engine: Engine, plan, flops_per_token: int, start_step: int, run_id: str):
-        """`plan`: the run's plan; `flops_per_token`: FLOPs of its model, for the MFU."""
+    def __init__(
+        self,
+        options: RunArguments,
+        engine: Engine,
+        plan,
+        *,
+        flops_per_token: int,
+        start_step: int,
+        run_id: str,
+        flags: dict,
+    ):
+        """`plan`: the run's plan; `flops_per_token`: FLOPs of its model, for the MFU; `flags`: for the trackers."""
         self._engine, self._accelerator, self._plan = engine, engine.accelerator, plan
         self._device = engine.accelerator.device
-        self._logging_steps = args.logging_steps or steps_between_rows(plan.total_steps)
+        self._logging_steps = options.logging_steps or steps_between_rows(plan.total_steps)
         self._flops, self._peak = flops_per_token, peak_flops(self._device, self._accelerator.mixed_precision)
-        place = str(Path(args.output_dir, PROCESSES)), engine.accelerator.process_index
+        folder, rank = str(Path(options.output_dir, PROCESSES)), engine.accelerator.process_index
         with ExitStack() as opened:
-            self._tracker = Tracker(engine.accelerator, args, plan.total_steps, start_step, run_id)
+            self._tracker = Tracker(engine.accelerator, options, plan.total_steps, start_step, run_id, flags)
             opened.callback(self._tracker.close)
-            self._heart = Heartbeat(*place, args.watchdog_seconds)
+            self._heart = Heartbeat(folder, rank, options.watchdog_seconds)
             opened.callback(self._heart.close)
-            self._ram = opened.enter_context(RamReport(*place, self._device, args.ram_report_steps, engine))
+            self._ram = opened.enter_context(RamReport(folder, rank, self._device, options.ram_report_steps, engine))
             self._profile = opened.enter_context(
-                StepProfile(args.profile_steps, args.output_dir, self._accelerator, start_step, self._tracker.say)
+                StepProfile(
+                    options.profile_steps, options.output_dir, self._accelerator, start_step, self._tracker.say
+                )
             )
             self._opened = opened.pop_all()
         self._kernels = KernelReport(engine.model)
         self._mixers = MixerReport(engine.model)
         self._stopwatch, self._utilization = Stopwatch(), utilization_meter(self._device)
         self.say = self._tracker.say
-        self._told_of_empty = False
-        chosen = args.cpu_threads is not None or threads_of_user() is not None
+        self._warned_of_empty = False
+        chosen = options.cpu_threads is not None or threads_of_user() is not None
         self._threads = None if chosen or self._device.type != "cpu" else ThreadLimit(self.say)
 
     def __enter__(self):
@@ -114,19 +126,19 @@ class Monitor:
             )
         elif update.outcome == "skipped":
             self.say(f"step {self._step} skipped: loss {mean_loss:g}, gradient norm {update.grad_norm:g}")
-        elif update.outcome == "empty" and not self._told_of_empty:
-            self._told_of_empty = True
+        elif update.outcome == "empty" and not self._warned_of_empty:
+            self._warned_of_empty = True
             self.say(
                 f"step {self._step} has no token to learn, so it changes nothing: all its labels are masked, as in "
                 "chats that end before an answer. Such steps are counted as empty."
             )
         self._ram.step_ends(self._step)
 
-    def step_ends(self, progress: Progress, update: Update, learning_rate: float, own_loss: float, report) -> None:
+    def step_ends(self, counters: Counters, update: Update, learning_rate: float, own_loss: float, report) -> None:
         """Write a heartbeat, and the row of a step that is logged.
 
         Args:
-            progress: the loop's counters, this step included.
+            counters: those of the loop, this step included.
             update: the outcome of the step.
             learning_rate: the step's learning rate.
             own_loss: nats per token of this process's own tokens; NaN if none counted.
@@ -139,7 +151,7 @@ class Monitor:
         if self._threads is not None:
             self._threads.step_ends(seconds - data_seconds)
         self._heart.beat(
-            progress.step,
+            counters.step,
             loss=_finite(own_loss),
             tokens_per_second=plan.tokens_per_step / processes / seconds,
             data_seconds=data_seconds,
@@ -149,38 +161,44 @@ class Monitor:
         self._tracker.advance()
         if not self._logs:
             return
-        speed = self._stopwatch.read(plan.total_steps - progress.step)
-        rows = {
-            "train/loss": progress.take_mean_loss(),
-            "train/grad_norm": _finite(update.grad_norm),
-            "train/learning_rate": learning_rate,
-            "train/skipped_steps": progress.skipped,
-            "train/peak_memory_gib": peak_memory_gib(self._device),
-            **speed,
-            **{name: _finite(float(value)) for name, value in self._rows.items()},
-            **level_rows(self._engine.optimizer, plan.tokens_per_step),
-            **report(),
-            **self._kernels.rows(),
-            **self._mixers.rows(),
-        }
-        if progress.empty:
-            rows["train/empty_steps"] = progress.empty
-        if update.loss_scale is not None:
-            rows |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": progress.overflowed}
-        if self._peak:
-            rows["train/mfu_percent"] = 100 * speed["train/tokens_per_second"] * self._flops / processes / self._peak
-        self._tracker.log(progress.step, progress.tokens, rows, train_line(rows))
+        row = self._row(counters, update, learning_rate, report())
+        self._tracker.log(counters.step, counters.tokens, row, train_line(row))
         for sentence in self._mixers.warnings():
             self.say(sentence)
 
-    def evaluation_begins(self, progress: Progress, rows: int) -> None:
-        """Say so, since an evaluation may take long; `rows`: of the held-out text."""
-        self._tracker.tell(progress.step, f"evaluating {rows:,} rows of held-out text ...")
+    def _row(self, counters: Counters, update: Update, learning_rate: float, report: dict[str, float]) -> dict:
+        """The metrics of a logged step."""
+        plan = self._plan
+        speed = self._stopwatch.read(plan.total_steps - counters.step)
+        row = {
+            "train/loss": counters.take_mean_loss(),
+            "train/grad_norm": _finite(update.grad_norm),
+            "train/learning_rate": learning_rate,
+            "train/skipped_steps": counters.skipped,
+            "train/peak_memory_gib": peak_memory_gib(self._device),
+            **speed,
+        }
+        for name, value in self._rows.items():
+            row[name] = _finite(float(value))
+        row |= level_rows(self._engine.optimizer, plan.tokens_per_step) | report
+        row |= self._kernels.rows() | self._mixers.rows()
+        if counters.empty:
+            row["train/empty_steps"] = counters.empty
+        if update.loss_scale is not None:
+            row |= {"train/loss_scale": update.loss_scale, "train/overflowed_steps": counters.overflowed}
+        if self._peak:
+            flops = speed["train/tokens_per_second"] * self._flops
+            row["train/mfu_percent"] = 100 * flops / self._accelerator.num_processes / self._peak
+        return row
 
-    def evaluated(self, progress: Progress, row: dict) -> None:
+    def evaluation_begins(self, counters: Counters, rows: int) -> None:
+        """Say so, since an evaluation may take long; `rows`: of the held-out text."""
+        self._tracker.tell(counters.step, f"evaluating {rows:,} rows of held-out text ...")
+
+    def evaluated(self, counters: Counters, row: dict) -> None:
         """Write the row of an evaluation."""
         finite = {name: _finite(value) for name, value in row.items()}
-        self._tracker.log(progress.step, progress.tokens, finite, eval_line(row))
+        self._tracker.log(counters.step, counters.tokens, finite, eval_line(row))
 
     def close_tracker(self) -> None:
         """Close the tracker, so that later prints begin on a new line; print the kernels that did not run."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,39 +20,63 @@ from hope_hf.common.results import architecture, as_label, draw_or_warn, markdow
 
 from ..checkpoints.run_folder import TEXT_FILES, WEIGHTS
 from .model_report import ALL
-from .rates import KEY as RATE
-from .rates import learning_rates
 from .tracking import METRICS_FILE, curve, read_metrics
 
-# Title, label of the vertical axis, and the keys behind `memory/<layer>/`: solid, then dashed.
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of a picture.
+
+    Attributes:
+        title: of the panel; its signs explain the styles of lines.
+        unit: label of the vertical axis.
+        names: of rows, behind `<kind>/<layer or level>/`; solid, then dashed, then dotted.
+        kind: "memory", "sparse" or "level"; "shares": of all layers with sparse attention together.
+    """
+
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    kind: str
+
+
 LAYER_PANELS = (
-    ("step size of writes", "learning rate eta", ("learning_rate_mean",)),
-    ("kept by a token", "share alpha of the memory", ("retention_mean",)),
-    ("surprise before (-), after (--) writes", "norm of the error", ("surprise_before", "surprise_after")),
-    ("change of the state", "norm over the identity's", ("state_norm_ratio",)),
-    ("gradient into the initial states", "norm before clipping", ("initial_state_grad_norm",)),
+    Panel("step size of writes", "learning rate eta", ("learning_rate_mean",), "memory"),
+    Panel("kept by a token", "share alpha of the memory", ("retention_mean",), "memory"),
+    Panel(
+        "surprise before (-), after (--) writes", "norm of the error", ("surprise_before", "surprise_after"), "memory"
+    ),
+    Panel("change of the state", "norm over the identity's", ("state_norm_ratio",), "memory"),
+    Panel("gradient into the initial states", "norm before clipping", ("initial_state_grad_norm",), "memory"),
 )
 # Drawn if a layer has sparse attention.
 SPARSE_PANELS = (
-    (
+    Panel(
         "sparse gates: entropy (-), collapsed (--)",
         "nats; share of gates",
         ("gate_entropy_mean", "gate_collapse_fraction"),
+        "sparse",
     ),
-    ("distance to a block: median (-), 95 % (--)", "tokens", ("selected_distance_median", "selected_distance_p95")),
+    Panel(
+        "distance to a block: median (-), 95 % (--)",
+        "tokens",
+        ("selected_distance_median", "selected_distance_p95"),
+        "sparse",
+    ),
 )
-# The same for `level/<level>/`: solid, dashed, then dotted. The last two are drawn if levels learn from the text.
+# The last two are drawn if levels learn from the text.
 LEVEL_PANELS = (
-    ("updates of the levels", "updates", ("updates",)),
-    (
+    Panel("updates of the levels", "updates", ("updates",), "level"),
+    Panel(
         "learning: steps (-), gated (--), not finite (:)",
         "periods of a row",
         ("steps", "skipped_gate", "skipped_not_finite"),
+        "level",
     ),
-    ("learning: largest drift", "norm over the matrix's", ("drift",)),
+    Panel("learning: largest drift", "norm over the matrix's", ("drift",), "level"),
 )
-KINDS = ("memory", "sparse", "level")
 SHARES = ("share_compressed", "share_selected", "share_window")
+SHARES_PANEL = Panel("sparse attention: branches", "share", SHARES, "shares")
 STYLES = ("-", "--", ":")
 # Shown on a logarithmic axis: they span decades.
 LOGARITHMIC = {"initial_state_grad_norm"}
@@ -59,8 +84,7 @@ LOGARITHMIC = {"initial_state_grad_norm"}
 
 def require_memories(folder: str | Path) -> None:
     """Raise ValueError if the run's rows hold nothing to draw."""
-    rows = read_metrics(folder)
-    if not any(_indices(rows, kind) for kind in KINDS):
+    if not _numbers(read_metrics(folder)):
         raise ValueError(f"{folder} has no rows of memories or levels: name a run of a HOPE.")
 
 
@@ -69,63 +93,68 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
     from matplotlib.figure import Figure
 
     rows = read_metrics(folder)
-    layers, sparse, levels = (_indices(rows, kind) for kind in KINDS)
-    panels = [("memory", layers, *panel) for panel in LAYER_PANELS] if layers else []
-    if sparse:
-        panels += [("sparse", sparse, *panel) for panel in SPARSE_PANELS]
-        panels.append(("shares", [], "sparse attention: branches", "share", SHARES))
-    panels += [("level", levels, *panel) for panel in LEVEL_PANELS if _has(rows, "level", levels, panel[2])]
+    numbers = _numbers(rows)
+    panels = [panel for panel in LAYER_PANELS + SPARSE_PANELS if panel.kind in numbers]
+    if "sparse" in numbers:
+        panels.append(SHARES_PANEL)
+    for panel in LEVEL_PANELS:
+        if any(f"level/{level}/{panel.names[0]}" in row for row in rows for level in numbers.get("level", ())):
+            panels.append(panel)
     lines = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(13, 3.5 * lines), layout="constrained")
     axes = list(figure.subplots(lines, 3, sharex=True, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.remove()
     axes = axes[: len(panels)]
-    for axis, (kind, numbers, title, unit, keys) in zip(axes, panels, strict=True):
-        if kind == "shares":
-            _draw_shares(axis, rows, keys)
-        else:
-            _draw_lines(axis, rows, kind, numbers, keys)
-        axis.set(title=title, ylabel=unit, yscale="log" if LOGARITHMIC & {*keys} else "linear")
-    _share_tokens(axes)
     explained = set()
-    for axis, (kind, *_) in zip(axes, panels, strict=True):
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.set(title=panel.title, ylabel=panel.unit)
+        if panel is SHARES_PANEL:
+            _draw_shares(axis, rows)
+        else:
+            _draw_lines(axis, rows, panel, numbers[panel.kind])
         # Layers have their colours in all panels of a kind, and levels theirs.
-        if axis.has_data() and kind not in explained:
-            explained.add(kind)
+        if axis.has_data() and panel.kind not in explained:
+            explained.add(panel.kind)
             axis.legend(fontsize="small", ncols=2)
+    _share_tokens(axes)
     figure.suptitle(_title([folder]))
     figure.savefig(target, dpi=120)
 
 
-def _draw_lines(axis, rows: list[dict], kind: str, numbers: list[int], keys: tuple[str, ...]) -> None:
-    """Lines for each layer, or each level: one per key."""
-    from matplotlib.cm import viridis
-
-    for index, number in enumerate(numbers):
-        if kind == "level":
-            # Each level's line is narrower, since levels of one period coincide.
-            name, look = f"level {number}", {"color": f"C{number}", "lw": 1.5 * (len(numbers) - number)}
-        else:
-            name, look = f"layer {number}", {"color": viridis(index / max(1, len(numbers) - 1) * 0.9)}
-        for key, style in zip(keys, STYLES, strict=False):
-            label = name if style == "-" else None
-            _draw(axis, rows, f"{kind}/{number}/{key}", linestyle=style, label=label, **look)
-
-
-def _draw_shares(axis, rows: list[dict], keys: tuple[str, ...]) -> None:
-    for share in keys:
+def _draw_shares(axis, rows: list[dict]) -> None:
+    for share in SHARES:
         _draw(axis, rows, f"sparse/{ALL}/{share}", label=share.removeprefix("share_"))
     axis.set(ylim=(0, 1))
 
 
-def _has(rows: list[dict], kind: str, numbers: list[int], keys: tuple[str, ...]) -> bool:
-    return any(f"{kind}/{number}/{key}" in row for row in rows for number in numbers for key in keys)
+def _draw_lines(axis, rows: list[dict], panel: Panel, numbers: list[int]) -> None:
+    """Lines for each layer, or each level: one per name."""
+    from matplotlib.cm import viridis
+
+    for index, number in enumerate(numbers):
+        if panel.kind == "level":
+            # Each level's line is narrower, since levels of one period coincide.
+            label, look = f"level {number}", {"color": f"C{number}", "lw": 1.5 * (len(numbers) - number)}
+        else:
+            label, look = f"layer {number}", {"color": viridis(index / max(1, len(numbers) - 1) * 0.9)}
+        for name, style in zip(panel.names, STYLES, strict=False):
+            _draw(axis, rows, f"{panel.kind}/{number}/{name}", linestyle=style, label=label, **look)
+            label = None
+    if LOGARITHMIC & set(panel.names):
+        axis.set_yscale("log")
 
 
-def _indices(rows: list[dict], kind: str) -> list[int]:
-    names = {key.split("/")[1] for row in rows for key in row if key.startswith(f"{kind}/")}
-    return sorted(int(name) for name in names if name.isdecimal())
+def _numbers(rows: list[dict]) -> dict[str, list[int]]:
+    """By kind, the layers or levels that have rows."""
+    found: dict[str, set[int]] = {}
+    for row in rows:
+        for name in row:
+            kind, _, rest = name.partition("/")
+            number = rest.partition("/")[0]
+            if kind in ("memory", "sparse", "level") and number.isdecimal():
+                found.setdefault(kind, set()).add(int(number))
+    return {kind: sorted(numbers) for kind, numbers in found.items()}
 
 
 def _share_tokens(axes: list) -> None:
@@ -140,20 +169,21 @@ def _share_tokens(axes: list) -> None:
     axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _draw(axis, rows: list[dict], key: str, **options) -> None:
-    points = curve(rows, key)
+def _draw(axis, rows: list[dict], name: str, **look) -> None:
+    points = curve(rows, name)
     # A line of one point would be invisible.
-    marker = "o" if len(points) == 1 else None
-    axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, **options)
+    if len(points) == 1:
+        look["marker"] = "o"
+    axis.plot([tokens for tokens, _ in points], [value for _, value in points], **look)
 
 
+# Title, unit and rows.
 PANELS = (
     ("loss", "nats per token", ("train/loss", "eval/loss")),
-    ("learning rate", "matrices outside the levels", (RATE,)),
+    ("learning rate", "matrices outside the levels", ("train/learning_rate",)),
     ("gradient", "norm before clipping", ("train/grad_norm",)),
     ("speed", "tokens per second", ("train/tokens_per_second",)),
 )
-_WORDS = {"train": "training", "eval": "held-out text"}
 
 
 def draw_curves(folders: list[str | Path], target: str | Path) -> None:
@@ -161,19 +191,18 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True).flat
-    runs = [(folder, as_label(Path(folder).resolve().name), read_metrics(folder)) for folder in folders]
-    for axis, (title, unit, names) in zip(axes, PANELS, strict=True):
-        for index, (folder, run, rows) in enumerate(runs):
+    figure.subplots(2, 2, sharex=True)
+    for index, folder in enumerate(folders):
+        rows = read_metrics(folder)
+        run = f"{as_label(Path(folder).resolve().name)}, " if len(folders) > 1 else ""
+        for axis, (title, unit, names) in zip(figure.axes, PANELS, strict=True):
+            axis.set(title=title, ylabel=unit)
             for name in names:
-                points = learning_rates(folder, rows) if name == RATE else curve(rows, name)
-                # A line of one point would be invisible.
-                style = "o--" if name.startswith("eval") else "-" if len(points) > 1 else "o"
-                words = _WORDS[name.split("/")[0]]
-                label = f"{run}, {words}" if len(runs) > 1 else words
-                if points:
-                    axis.plot(*zip(*points, strict=True), style, label=label, color=f"C{index}", markersize=4)
-        axis.set(title=title, ylabel=unit)
+                is_evaluation = name.startswith("eval")
+                label = run + ("held-out text" if is_evaluation else "training")
+                look = {"linestyle": "--", "marker": "o", "markersize": 4} if is_evaluation else {}
+                if curve(rows, name):
+                    _draw(axis, rows, name, label=label, color=f"C{index}", **look)
     _share_tokens(figure.axes)
     # Otherwise a few percent of noise would fill the panel.
     figure.axes[-1].set_ylim(bottom=0)
@@ -185,14 +214,20 @@ def draw_curves(folders: list[str | Path], target: str | Path) -> None:
 
 def difference_table(folders: list[str]) -> str:
     """The flags in which runs differ and their last evaluations, a row for each run, as Markdown."""
-    flags = [_flags_of(Path(folder)) for folder in folders]
-    names = sorted(set().union(*flags))
-    differ = [name for name in names if any(run.get(name) != flags[0].get(name) for run in flags)]
+    flags_of_runs = [_flags_of(Path(folder)) for folder in folders]
+    differing = []
+    for name in sorted(set().union(*flags_of_runs)):
+        values = [flags.get(name) for flags in flags_of_runs]
+        if values != values[:1] * len(values):
+            differing.append(name)
     rows = []
-    for folder, run in zip(folders, flags, strict=True):
+    for folder, flags in zip(folders, flags_of_runs, strict=True):
+        row = {"run": folder}
+        for name in differing:
+            row[name] = "-" if flags.get(name) is None else str(flags[name])
         losses = curve(read_metrics(folder), "eval/loss")
-        shown = {name: "-" if run.get(name) is None else str(run[name]) for name in differ}
-        rows.append({"run": folder, **shown, "eval/loss": f"{losses[-1][1]:.4f}" if losses else "-"})
+        row["eval/loss"] = f"{losses[-1][1]:.4f}" if losses else "-"
+        rows.append(row)
     return markdown_table(rows)
 
 

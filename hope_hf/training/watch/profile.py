@@ -6,14 +6,16 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 from hope_hf.common.process import warn_once
-
-from .trace import STEP, read_times, times_table
+from hope_hf.common.results import markdown_table
 
 MOST_STEPS = 100
 TRACE = "trace_rank{}.json.gz"
+STEP = "ProfilerStep#"
+"""Begins the names of the spans in a trace that are steps, as torch's own tools have it."""
 
 
 def parse_profiled(value: str) -> range:
@@ -92,8 +94,10 @@ class StepProfile:
         name = TRACE.format(self._accelerator.process_index)
         folder = self._new_folder(name)
         finished.export_chrome_trace(str(folder / name))
-        rows = gather_object([read_times(folder / name)])
-        table = f"Steps {_name(self._steps)}, milliseconds a step:\n\n{times_table(rows)}\n"
+        rows = gather_object([times(finished, self._accelerator.device)])
+        for rank, row in enumerate(rows):
+            row["rank"] = rank
+        table = f"Steps {_name(self._steps)}, milliseconds a step:\n\n{markdown_table(rows)}\n"
         if self._accelerator.is_main_process:
             (folder / "table.md").write_text(table, encoding="utf-8")
         self._say(f"{table}\nTraces for https://ui.perfetto.dev: {folder}/{TRACE.format('<N>')}")
@@ -107,6 +111,36 @@ class StepProfile:
             folder = first.with_name(f"{first.name}.{number}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def times(finished: profile, device: torch.device) -> dict[str, int | str]:
+    """This process's row of the table: milliseconds of a step, of its operators and of its communication.
+
+    On a GPU these are kernels, and on a CPU torch's operators and gloo's collectives. Communication includes waiting
+    for other processes, and may take place while operators compute.
+    """
+    on_gpu = device.type == "cuda"
+    steps, whole, compute, communication = 0, 0.0, 0.0, 0.0
+    for event in finished.key_averages():
+        # torch leaves out the number
+        is_step = event.key.startswith(STEP.rstrip("#"))
+        if is_step and event.device_type == DeviceType.CPU:
+            steps += event.count
+            whole += event.cpu_time_total
+        elif is_step or on_gpu != (event.device_type == DeviceType.CUDA):
+            continue
+        elif "nccl" in event.key.lower() or event.key.startswith("gloo:"):
+            communication += event.device_time_total if on_gpu else event.cpu_time_total
+        elif on_gpu:
+            compute += event.self_device_time_total
+        elif event.key.startswith("aten::"):
+            compute += event.self_cpu_time_total
+    # torch counts microseconds
+    milliseconds = {"ms a step": whole, "compute": compute, "communication": communication}
+    row: dict[str, int | str] = {"rank": 0}
+    for name, total in milliseconds.items():
+        row[name] = f"{total / 1000 / steps:,.1f}"
+    return row
 
 
 def _name(steps: range) -> str:

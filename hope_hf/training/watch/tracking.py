@@ -15,7 +15,7 @@ from hope_hf.common.files import LARGEST_METRICS, read_small, replace_text
 from hope_hf.common.parser import nearest
 from hope_hf.common.process import one_line, warn_once
 from hope_hf.common.results import without_arguments
-from hope_hf.common.run_arguments import Arguments
+from hope_hf.common.run_arguments import RunArguments
 
 from ..engines.guard import OneSidedError
 from ..process import shows_bars
@@ -33,10 +33,11 @@ LARGEST_VALUE = 1e300
 def tracker_names(report_to: str) -> list[str]:
     """The trackers of `--report_to`; ValueError if one does not exist or is not installed."""
     available = [str(getattr(name, "value", name)) for name in get_available_trackers()]
-    names = [name.strip() for name in report_to.split(",") if name.strip()]
+    names = report_to.replace(",", " ").split()
     if names == ["all"]:
         return available
-    names = [] if names == ["none"] else names
+    if names == ["none"]:
+        return []
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise ValueError(f"--report_to {name} is not a tracker{nearest(name, LOGGER_TYPE_TO_CLASS)}")
@@ -70,33 +71,50 @@ def read_metrics(output_dir: str | Path) -> list[dict]:
 
 
 def _is_row(row: object) -> bool:
-    return isinstance(row, dict) and all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in COUNTERS)
+    if not isinstance(row, dict):
+        return False
+    for name in COUNTERS:
+        if type(row.get(name)) is not int or not 0 <= row[name] < 2**63:
+            return False
+    return True
 
 
 def curve(rows: list[dict], name: str) -> list[tuple[int, float]]:
     """The tokens and the value of each row that has a number of this name."""
-    found = [(row["tokens"], row.get(name)) for row in rows]
-    return [(tokens, value) for tokens, value in found if type(value) in (int, float) and abs(value) < LARGEST_VALUE]
+    points = []
+    for row in rows:
+        value = row.get(name)
+        if type(value) in (int, float) and abs(value) < LARGEST_VALUE:
+            points.append((row["tokens"], value))
+    return points
 
 
 class Tracker:
     """Writes rows of metrics. Only rank 0 writes the file and the console; trackers check the rank themselves."""
 
-    def __init__(self, accelerator: Accelerator, args: Arguments, total_steps: int, start_step: int, run_id: str):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        options: RunArguments,
+        total_steps: int,
+        start_step: int,
+        run_id: str,
+        flags: dict[str, object],
+    ):
         self._accelerator = accelerator
         self._total_steps = total_steps
         self._file = self._bar = None
-        kept: list[dict] = []
+        earlier: list[dict] = []
         if accelerator.is_main_process:
-            self._path = Path(args.output_dir) / METRICS_FILE
-            kept = _drop_rows_after(self._path, start_step)
+            self._path = Path(options.output_dir) / METRICS_FILE
+            earlier = _drop_rows_after(self._path, start_step)
             self._file = self._path.open("a", encoding="utf-8")
             if shows_bars(accelerator):
                 # The bar of each saved model would interrupt this one.
                 transformers.utils.logging.disable_progress_bar()
                 self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
         if accelerator.trackers or accelerator.log_with:
-            _start_trackers(accelerator, args, run_id, start_step, kept)
+            _start_trackers(accelerator, options, run_id, start_step, earlier, flags)
 
     def advance(self):
         """Move the bar by one optimizer step."""
@@ -165,7 +183,9 @@ def train_line(row: dict) -> str:
 def eval_line(row: dict) -> str:
     """The console's fixed fields of an evaluation row."""
     line = f"eval loss {row['eval/loss']:.4f} | perplexity {row['eval/perplexity']:,.2f}"
-    return line + (f" | bits per byte {row['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in row else "")
+    if "eval/bits_per_byte" in row:
+        line += f" | bits per byte {row['eval/bits_per_byte']:.4f}"
+    return line
 
 
 def _or_nan(value: float | None) -> float:
@@ -185,35 +205,39 @@ def _drop_rows_after(path: Path, step: int) -> list[dict]:
     if not path.exists():
         return []
     rows = [row for row in read_metrics(path.parent) if row["step"] <= step] if step else []
-    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
     return rows
 
 
-def _start_trackers(accelerator: Accelerator, args: Arguments, run_id: str, start_step: int, kept: list[dict]) -> None:
-    """Start the trackers of `--report_to`, rewound to the rows `kept`: a killed run logs those behind them again."""
-    run_name = args.run_name or os.environ.get("WANDB_NAME") or Path(args.output_dir).resolve().name
-    project = args.project_name or os.environ.get("WANDB_PROJECT") or PROJECT
-    config = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in args.identity().items()}
-    wandb = {"name": run_name, "dir": args.output_dir, "id": run_id}
+def _start_trackers(
+    accelerator: Accelerator, options: RunArguments, run_id: str, start_step: int, earlier: list[dict], flags: dict
+) -> None:
+    """Start the trackers of `--report_to`, rewound to the rows `earlier`: a killed run logs later ones again."""
+    run_name = options.run_name or os.environ.get("WANDB_NAME") or Path(options.output_dir).resolve().name
+    project = options.project_name or os.environ.get("WANDB_PROJECT") or PROJECT
+    config = {}
+    for name, value in flags.items():
+        config[name] = value if isinstance(value, int | float | str | bool) else str(value)
+    wandb = {"name": run_name, "dir": options.output_dir, "id": run_id}
     # TensorBoard leaves out what older files hold from this step on.
     tensorboard = {"purge_step": start_step + 1 if start_step else 0}
 
     def start(**more) -> None:
-        options = {"wandb": wandb | more, "tensorboard": tensorboard}
+        settings = {"wandb": wandb | more, "tensorboard": tensorboard}
         with without_arguments():
-            accelerator.init_trackers(project, config=config, init_kwargs=options)
+            accelerator.init_trackers(project, config=config, init_kwargs=settings)
 
     # Every tracker has its own error types: not logged in, no network, no space.
     try:
         if os.environ.get("WANDB_MODE") in OFFLINE:
             start()
-            _log_again(accelerator, kept)
-        elif kept and "wandb" in tracker_names(args.report_to):
-            _rewind(start, f"{run_id}?_step={kept[-1]['step']}")
+            _log_again(accelerator, earlier)
+        elif earlier and "wandb" in tracker_names(options.report_to):
+            _rewind(start, f"{run_id}?_step={earlier[-1]['step']}")
         else:
             start(resume="allow")
     except Exception as error:
-        raise ValueError(f"--report_to {args.report_to} could not start: {one_line(error)}") from error
+        raise ValueError(f"--report_to {options.report_to} could not start: {one_line(error)}") from error
 
 
 def _rewind(start: Callable[..., None], moment: str) -> None:
@@ -230,5 +254,6 @@ def _log_again(accelerator: Accelerator, rows: list[dict]) -> None:
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
             for row in rows:
-                values = {name: value for name, value in row.items() if name != "step"}
-                tracker.log(values, step=row["step"])
+                values = dict(row)
+                step = values.pop("step")
+                tracker.log(values, step=step)

@@ -147,14 +147,6 @@ def test_folders_of_others_stay(output_dir):
     assert all((output_dir / name / "notes").read_text() == name for name in FOREIGN)
 
 
-def test_a_checkpoint_of_a_version_without_marks_is_the_runs(output_dir):
-    forge(output_dir / "checkpoint-3", run=None)
-    run = Run()
-    run.step = 6
-    run.save(output_dir, save_total_limit=1)
-    assert names(output_dir) == ["checkpoint-6"]
-
-
 def test_a_full_disk_gets_one_sentence_and_its_space_back(output_dir):
     """A limit on the file size simulates a full disk: the same calls fail in the same places."""
     run = Run()

@@ -60,7 +60,7 @@ SHARDED = """
     from hope_hf.training.checkpoints.writer import CheckpointWriter
     from hope_hf.training.engines.guard import lost_process
     from hope_hf.training.engines.choose import make_engine
-    from hope_hf.training.checkpoints.weights import TakenParts
+    from hope_hf.training.checkpoints.weights import WeightShards
 
     output_dir = Path(sys.argv[1])
     run = Run(tie_word_embeddings=True)
@@ -69,14 +69,14 @@ SHARDED = """
     assert run.engine.name == "FSDP2" and process.num_processes == 2
     run.engine.prepare(run.model, run.optimizer)
 
-    may_begin, threads, together = threading.Event(), [], TakenParts.together
+    may_begin, threads, together = threading.Event(), [], WeightShards.gather
 
     def bring_together(parts):
         threads.append(threading.current_thread())
         assert may_begin.wait(60)
         return together(parts)
 
-    TakenParts.together = bring_together
+    WeightShards.gather = bring_together
     may_begin.set()
     for name in ("background", "at_once", "parts"):
         (output_dir / name).mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ SHARDED = """
     run.save_with(CheckpointWriter(output_dir / "parts", in_parts=True, mark=MARK))
     assert len(threads) == 1
     # A run that ends here does not gather them again.
-    finish.take_parts = None
+    finish.take_shards = None
     weights = finish.final_weights(run.engine, at_once)
     assert bool(weights) == process.is_main_process
     if weights:
@@ -113,7 +113,7 @@ SHARDED = """
         os.kill(os.getpid(), signal.SIGKILL)
 
     if not process.is_main_process:
-        TakenParts.together = vanish
+        WeightShards.gather = vanish
     # The launcher tells the first process to end as soon as the other one has.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run.save_with(background, background=True)

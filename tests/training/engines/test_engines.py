@@ -78,8 +78,8 @@ RUNS = {
 }
 # Here the run "hope" saves its weights in parts, from which "moved" of other launches and one process continue.
 IN_PARTS = {"fsdp1", "fsdp_hybrid", "deepspeed_zero3"}
-# Runs in which no process ever holds the whole model: a new one, and one that continues (from parts under the hybrid).
-SHARDED_FROM_THE_START = {"fsdp2": ["gpt2", "moved"], "fsdp_hybrid": ["moved"], "fsdp_offload": ["llama"]}
+# Runs in which no process ever holds the whole model; they continue (from parts under the hybrid).
+SHARDED_FROM_THE_START = {"fsdp2": ["moved"], "fsdp_hybrid": ["moved"]}
 # The engine whose checkpoint the run "moved" continues: one process, or two processes for four.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 3

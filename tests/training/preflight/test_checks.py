@@ -17,7 +17,7 @@ GIB = 2**30
 ARGS = Arguments(output_dir="runs/x", checkpointing_steps=1)
 GPU = Gpu(busy=0, used=10, temperature=35)
 FACTS = Facts(
-    args=ARGS,
+    options=ARGS,
     trackers=[],
     processes=8,
     local_processes=4,
@@ -32,7 +32,7 @@ FACTS = Facts(
     text=Text(rows=1000, rows_per_step=64, validation_rows=10, description="books"),
     in_use=False,
     unwritable=None,
-    held=0,
+    used=0,
     continues=None,
     step=0,
     total_steps=20,
@@ -42,7 +42,7 @@ FACTS = Facts(
 def facts(**changes) -> Facts:
     """FACTS with other fields, also those of its free memory, sizes, text and flags."""
     found = FACTS
-    for part in ("free", "sizes", "text", "args"):
+    for part in ("free", "sizes", "text", "options"):
         own = {name: changes.pop(name) for name in list(changes) if hasattr(getattr(found, part), name)}
         found = replace(found, **{part: replace(getattr(found, part), **own)})
     return replace(found, **changes)
@@ -71,7 +71,7 @@ CASES = [
     ("disk", {"disk": 52 * GIB}, "ok", "of 12.00 GiB and the weights need 40.00 GiB more, 52.00 GiB free"),
     ("disk", {"disk": 51 * GIB}, "warn", "less than for one more"),
     ("disk", {"disk": 39 * GIB}, "fail", "free space, lower --save_total_limit"),
-    ("disk", {"disk": 39 * GIB, "held": 24 * GIB}, "ok", "need 16.00 GiB more"),
+    ("disk", {"disk": 39 * GIB, "used": 24 * GIB}, "ok", "need 16.00 GiB more"),
     # A run of one checkpoint, and one whose three others are there already.
     ("disk", {"disk": 39 * GIB, "checkpointing_steps": 500}, "ok", "1 checkpoint(s) of 12.00 GiB"),
     ("disk", {"disk": 15 * GIB, "checkpointing_steps": 0}, "fail", "need 16.00 GiB more, 15.00 GiB free"),
@@ -80,7 +80,7 @@ CASES = [
     ("disk", {"disk": 100 * GIB, "save_total_limit": 9}, "fail", "10 checkpoint(s)"),
     ("disk", {"disk": 40 * GIB, "save_total_limit": 1}, "ok", "2 checkpoint(s) of 12.00 GiB"),
     ("disk", {"disk": 0}, "fail", "0.00 GiB free"),
-    ("disk", {"disk": 0, "held": 99 * GIB, "saved": 0}, "ok", "need 0.00 GiB more, 0.00 GiB free"),
+    ("disk", {"disk": 0, "used": 99 * GIB, "saved": 0}, "ok", "need 0.00 GiB more, 0.00 GiB free"),
     ("disk", {"disk": None}, "warn", "does not say what is free"),
     # A LoRA of 1 GiB beside 4 GiB of weights.
     ("disk", {"disk": 40 * GIB, "saved": GIB}, "ok", "of 9.00 GiB and the weights need 28.00 GiB more"),

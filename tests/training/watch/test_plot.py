@@ -104,7 +104,7 @@ def run(tmp_path):
     for step in (1, 2, 3):
         row = {"step": step, "tokens": 100 * step}
         for layer in (0, 1):
-            keys = [key for *_, keys in LAYER_PANELS for key in keys]
+            keys = [key for panel in LAYER_PANELS for key in panel.names]
             row |= {f"memory/{layer}/{key}": step + layer / 10 for key in keys}
         row |= {f"level/{level}/updates": step // (level + 1) for level in range(3)}
         rows.append(row)
@@ -128,7 +128,7 @@ def test_memory_png_shows_every_key_of_every_layer_and_level(run, monkeypatch, c
 def test_memory_png_shows_sparse_attention_where_there_is_some(run, monkeypatch):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     for row in rows:
-        keys = [key for *_, keys in SPARSE_PANELS for key in keys]
+        keys = [key for panel in SPARSE_PANELS for key in panel.names]
         row |= {f"sparse/{layer}/{key}": row["step"] for layer in (1, "all") for key in (*keys, *SHARES)}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = []
@@ -148,7 +148,7 @@ def test_memory_png_shows_what_levels_learn_where_they_do(run, monkeypatch):
         for name in [name for name in row if name.startswith("memory/")]:
             del row[name]
         for level in range(3):
-            row |= {f"level/{level}/{key}": row["step"] + level for *_, keys in LEVEL_PANELS[1:] for key in keys}
+            row |= {f"level/{level}/{key}": row["step"] + level for panel in LEVEL_PANELS[1:] for key in panel.names}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from training_runs import reset_accelerate
 
 from hope_hf.common.run_arguments import Arguments
+from hope_hf.training.watch.monitor import steps_between_rows
 from hope_hf.training.watch.tracking import Tracker
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")
@@ -51,7 +52,7 @@ def log_steps(folder: Path, start_step: int, last_step: int, loss: float) -> Non
     reset_accelerate()
     accelerator = Accelerator(cpu=True, log_with="wandb")
     args = Arguments(output_dir=str(folder), report_to="wandb", run_name="name", project_name="project")
-    tracker = Tracker(accelerator, args, 8, start_step, "run1")
+    tracker = Tracker(accelerator, args, 8, start_step, "run1", args.identity())
     for step in range(start_step + 1, last_step + 1):
         tracker.log(step, 10 * step, {"train/loss": loss + step}, "")
     tracker.close()
@@ -92,3 +93,8 @@ def test_trackers_are_rewound_to_the_checkpoint(tmp_path, monkeypatch, capsys, s
     assert first["wandb"]["id"] == second["wandb"]["id"] == "run1" and second["tensorboard"] == {"purge_step": 4}
     rewound = {"resume_from": "run1?_step=3"} if server_rewinds else {"resume": "allow"}
     assert {key: value for key, value in second["wandb"].items() if "resume" in key} == rewound
+
+
+@pytest.mark.parametrize(("total", "every"), [(1, 1), (99, 1), (352, 7), (500, 10), (10**6, 10)])
+def test_a_short_run_has_fifty_rows(total, every):
+    assert steps_between_rows(total) == every
