@@ -71,7 +71,8 @@ from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.common.flops import flops_per_token
 from hope_hf.common.gpus import peak_flops
 from hope_hf.common.recompute import parse_recomputed, recompute_activations
-from hope_hf.model.inputs import Documents
+from hope_hf.model.calls import plan_tokens
+from hope_hf.model.documents import Documents
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
 from hope_hf.plan.simulate import simulate
 
@@ -149,7 +150,7 @@ class Mixers:
 
     def step(self, model: HopeModel, hidden_states: torch.Tensor) -> None:
         if "blocks" in model.config.needs:
-            context, _ = model._plans(hidden_states, None, Documents(None, None), None)
+            context = plan_tokens(model, hidden_states, None, Documents(None, None), None)
         else:
             angles = model.rotary_emb(hidden_states, position_ids=torch.arange(hidden_states.shape[1])[None])
             context = {"attention_mask": None, "position_embeddings": angles}

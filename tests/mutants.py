@@ -135,14 +135,14 @@ MUTANTS = [
     ),
     Mutant(
         "positions of documents count padding",
-        "model/inputs.py",
+        "model/documents.py",
         "before = valid.cumsum(1) - valid.long()",
         "before = torch.ones_like(valid).cumsum(1) - 1",
         "tests/model/test_inputs.py",
     ),
     Mutant(
         "a row's first token as a later document",
-        "model/inputs.py",
+        "model/documents.py",
         "(real & (real.cumsum(1) > 1))",
         "(real & (real.cumsum(1) > 0))",
         "tests/model/test_inputs.py tests/model/test_level_learning.py",

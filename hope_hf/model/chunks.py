@@ -189,54 +189,81 @@ class TokenPlan(SlotPlan):
     Until then slot t holds token t; `position` is [B, T], and `None` if all rows go on with one document.
     """
 
-    # the arguments of `plan_slots`: counts before the call, padding, positions
-    given: tuple[Past | None, torch.Tensor | None, torch.Tensor | None]
+    # the arguments of `plan_slots`
+    counts_before: Past | None
+    padding_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+
+    @property
+    def has_equal_counts(self) -> bool:
+        """Whether all rows go on after the same number of tokens."""
+        return self.counts_before is not None and self.counts_before.is_uniform
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """The tensors of `given`, by name."""
-        past, padding, position_ids = self.given
-        seen = None if past is None or past.is_uniform else past.seen
-        return {"seen": seen, "padding": padding, "position_ids": position_ids}
+        """The tensors of the arguments, by name."""
+        seen = None
+        if self.counts_before is not None and not self.has_equal_counts:
+            seen = self.counts_before.seen
+        return {"seen": seen, "padding": self.padding_mask, "position_ids": self.position_ids}
 
     def columns(self) -> int:
         """Tokens that all rows have read, or 0 if their counts differ."""
-        past = self.given[0]
-        return past.columns if past is not None and past.is_uniform else 0
+        return self.counts_before.columns if self.has_equal_counts else 0
 
 
 def plan_again(
     plan: Callable, tensors: dict[str, torch.Tensor], shape: tuple[int, int], columns: int, has_past: bool
 ) -> SlotPlan:
-    """What `plan(shape, device, past, padding, position_ids)` gives for the numbers and tensors of a `TokenPlan`."""
-    device, past, padding = next(iter(tensors.values())).device, None, tensors.get("padding")
+    """What a function of the arguments of `plan_slots` gives for the numbers and tensors of a `TokenPlan`."""
+    device = next(iter(tensors.values())).device
+    past = None
     if has_past:
-        is_uniform = "seen" not in tensors
-        seen = torch.full(shape[:1], columns, device=device) if is_uniform else tensors["seen"]
-        past = Past(columns, is_uniform, seen, torch.zeros_like(seen))
+        seen = tensors.get("seen")
+        is_uniform = seen is None
+        if is_uniform:
+            seen = torch.full(shape[:1], columns, device=device)
+        past = Past(columns, is_uniform, seen, digest=torch.zeros_like(seen))
+    padding = tensors.get("padding")
     if padding is not None and bool((padding == 1).all()):
         padding = None
-    return plan(shape, device, past, padding, tensors.get("position_ids"))
+    position_ids = tensors.get("position_ids")
+    return plan(shape=shape, device=device, past=past, padding_mask=padding, position_ids=position_ids)
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def plan_chunks(config: PreTrainedConfig, shape: tuple[int, int], device: torch.device, *args, **kwargs) -> ChunkPlan:
+def plan_chunks(
+    config: PreTrainedConfig, shape: tuple[int, int], device: torch.device, past: Past | None = None, **options
+) -> ChunkPlan | TokenPlan:
     """The slots and chunk spans of one call; see `plan_slots` for the arguments."""
-    slots = plan_slots(config.memory_chunk_size, shape, device, *args, **kwargs)
+    chunk = config.memory_chunk_size
+    slots = plan_slots(chunk, shape, device, past, **options)
     if isinstance(slots, TokenPlan):
         return slots
     if slots.valid is None:
-        spans = _plain_spans(shape[1], config.memory_chunk_size, slots.before)
+        spans = _plain_spans(shape[1], chunk, slots.before)
     else:
-        tail_size = config.conv_kernel_size - 1
         spans = _ragged_spans(
-            config.memory_chunk_size, tail_size, config.num_memory_heads, slots.valid, slots.position, slots.offset
+            chunk=chunk,
+            tail_size=config.conv_kernel_size - 1,
+            heads=config.num_memory_heads,
+            valid=slots.valid,
+            position=slots.position,
+            offset=slots.offset,
         )
     # Field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`.
-    layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
-    return ChunkPlan(*layout, slots.token_of_slot, slots.slot_of_token, spans=spans)
+    return ChunkPlan(
+        past=slots.past,
+        before=slots.before,
+        valid=slots.valid,
+        position=slots.position,
+        offset=slots.offset,
+        token_of_slot=slots.token_of_slot,
+        slot_of_token=slots.slot_of_token,
+        spans=spans,
+    )
 
 
 def plan_slots(
@@ -249,7 +276,7 @@ def plan_slots(
     input_ids: torch.Tensor | None = None,
     keeps_digest: bool = False,
     grows: bool = False,
-) -> SlotPlan:
+) -> SlotPlan | TokenPlan:
     """The slots of one call's tokens; a `TokenPlan` in a compiled graph, which branches on no value.
 
     Args:
@@ -264,50 +291,100 @@ def plan_slots(
         grows: whether the states grow with the text, so that a graph makes the slots of a single token, too.
     """
     batch_size, length = shape
-    of_tokens = is_compiled() and (length > 1 or grows and past is not None and isinstance(past.columns, int))
-    if keeps_digest and past is not None:
-        digest = extend_digest(past.digest, input_ids)
-    else:
+    has_fixed_columns = past is not None and isinstance(past.columns, int)
+    makes_slots_later = is_compiled() and (length > 1 or grows and has_fixed_columns)
+    # A compiled graph must not branch on values: document starts and padding stay tensors, and a graph for a single
+    # token serves rows with and without equal counts.
+    is_graph_of_token = length == 1 and past is not None and is_compiled()
+    digest = _digest_after(past, input_ids, batch_size, device) if keeps_digest else None
+    if digest is None:
         digest = torch.zeros(batch_size, dtype=torch.long, device=device)
-        digest = extend_digest(digest + 1, input_ids) if keeps_digest else digest
     begins = None
-    # A compiled graph must not branch on values: document starts and padding stay tensors.
-    any_token = length == 1 and past is not None and is_compiled()
-    # a graph for a single token serves rows with and without equal counts
-    given = past._replace(is_uniform=False) if any_token else past, padding_mask, position_ids
-    if position_ids is not None and (any_token or of_tokens or not torch.compiler.is_compiling()):
+    if position_ids is not None and (is_graph_of_token or makes_slots_later or not torch.compiler.is_compiling()):
         begins = (position_ids == 0).expand(shape)
-        # the first token of a fresh row always begins a document
-        later = begins[:, 1:] if past is None else begins
-        begins = begins if any_token or of_tokens or bool(later.any()) else None
+        if not (is_graph_of_token or makes_slots_later):
+            # the first token of a fresh row always begins a document
+            later = begins[:, 1:] if past is None else begins
+            begins = begins if bool(later.any()) else None
     columns = length if past is None else past.columns + length
-    # the counts' flag is read last
-    if not any_token and padding_mask is None and begins is None and (past is None or past.is_uniform):
-        past = Past(columns, True, torch.full((batch_size,), columns, device=device), digest)
-        if of_tokens:
-            return TokenPlan(past, columns - length, given=given)
-        return SlotPlan(past, columns - length)
+    of_graph = {"counts_before": past, "padding_mask": padding_mask, "position_ids": position_ids}
+    # the counts' flag is read last: a tracer guards on what it reads
+    if not is_graph_of_token and padding_mask is None and begins is None and (past is None or past.is_uniform):
+        seen_after = torch.full((batch_size,), columns, device=device)
+        after = Past(columns, True, seen_after, digest)
+        if makes_slots_later:
+            return TokenPlan(after, columns - length, **of_graph)
+        return SlotPlan(after, columns - length)
+    rows = _count_tokens(shape, device, past, padding_mask, begins)
+    after = Past(columns, False, rows.seen_after, digest)
+    if makes_slots_later:
+        if is_graph_of_token:
+            of_graph["counts_before"] = past._replace(is_uniform=False)
+        return TokenPlan(after, rows.seen, position=rows.position, **of_graph)
+    if length == 1:
+        return SlotPlan(after, rows.seen, valid=rows.valid, position=rows.position)
+    offset = rows.seen % chunk
+    slots = _slots(rows, offset, chunk)
+    token_of_slot, is_filled = _invert(slots, rows.valid, chunk)
+    return SlotPlan(
+        after,
+        rows.seen,
+        valid=is_filled,
+        position=torch.where(is_filled, rows.position.gather(1, token_of_slot), 0),
+        offset=offset,
+        token_of_slot=token_of_slot,
+        slot_of_token=torch.where(rows.valid, slots, 0),
+    )
+
+
+def _digest_after(
+    past: Past | None, input_ids: torch.Tensor | None, batch_size: int, device: torch.device
+) -> torch.Tensor:
+    """The digest [B] of the text after the call; see `extend_digest`."""
+    before = torch.ones(batch_size, dtype=torch.long, device=device) if past is None else past.digest
+    return extend_digest(before, input_ids)
+
+
+class _Rows(NamedTuple):
+    """Counts of the real tokens of a call with documents, padding or unequal counts."""
+
+    # whether a token is real, and whether a document begins with it [B, T]
+    valid: torch.Tensor
+    begins: torch.Tensor
+    # real tokens of the row before the token, and before its document's first token (-1: an earlier call began it)
+    rank: torch.Tensor
+    first: torch.Tensor
+    # of the token in its document [B, T]
+    position: torch.Tensor
+    # real tokens of each row's current document before and after the call [B]
+    seen: torch.Tensor
+    seen_after: torch.Tensor
+
+
+def _count_tokens(
+    shape: tuple[int, int],
+    device: torch.device,
+    past: Past | None,
+    padding_mask: torch.Tensor | None,
+    begins: torch.Tensor | None,
+) -> _Rows:
+    """The counts of a call; see `plan_slots`. `begins` [B, T]: whether a document begins with a token."""
+    batch_size, length = shape
     everything = torch.ones(shape, dtype=torch.bool, device=device)
     valid = everything if padding_mask is None else padding_mask.bool()
     begins = ~everything if begins is None else begins & valid
-    # copied, since a cache of fixed length overwrites its counts during the call
-    seen = torch.zeros(batch_size, dtype=torch.long, device=device) if past is None else past.seen.clone()
-    # real tokens of the row before the token, and before its document's first token (-1: an earlier call began it)
+    if past is None:
+        seen = torch.zeros(batch_size, dtype=torch.long, device=device)
+    else:
+        # copied, since a cache of fixed length overwrites its counts during the call
+        seen = past.seen.clone()
     rank = valid.long().cumsum(1) - 1
     first = torch.where(begins, rank, -1).cummax(1).values
     position = torch.where(first >= 0, rank - first, rank + seen[:, None])
-    last = torch.where(valid, torch.arange(length, device=device), -1).amax(1)
-    seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, seen)
-    past = Past(columns, False, seen_after, digest)
-    if of_tokens:
-        return TokenPlan(past, seen, position=position, given=given)
-    if length == 1:
-        return SlotPlan(past, seen, valid, position)
-    offset = seen % chunk
-    slots = _slots(valid, begins, rank, first, offset, chunk)
-    token_of_slot, filled = _invert(slots, valid, chunk)
-    position = torch.where(filled, position.gather(1, token_of_slot), 0)
-    return SlotPlan(past, seen, filled, position, offset, token_of_slot, torch.where(valid, slots, 0))
+    last_column = torch.where(valid, torch.arange(length, device=device), -1).amax(1)
+    last_position = position.gather(1, last_column.clamp(min=0)[:, None])[:, 0]
+    seen_after = torch.where(last_column >= 0, last_position + 1, seen)
+    return _Rows(valid, begins, rank, first, position, seen, seen_after)
 
 
 def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
@@ -320,14 +397,16 @@ def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
     return spans
 
 
-def _slots(valid, begins, rank, first, offset, chunk: int) -> torch.Tensor:
+def _slots(rows: _Rows, offset: torch.Tensor, chunk: int) -> torch.Tensor:
     """Slot of each token [B, T]; `offset` [B] is the number of slots that tokens of earlier calls take."""
     # Count at each document's first token the chunks that the document before it fills. The tokens before the call's
     # first document continue one of earlier calls, whose tokens take `offset` slots of the first chunk.
-    previous = F.pad(first, (1, 0), value=-1)[:, :-1]
-    filled = torch.where(previous >= 0, rank - previous, rank + offset[:, None])
-    chunks_before = torch.where(begins, -(-filled // chunk), 0).cumsum(1)
-    return chunks_before * chunk + torch.where(first >= 0, rank - first, rank + offset[:, None])
+    first_before = F.pad(rows.first, (1, 0), value=-1)[:, :-1]
+    in_earlier_chunk = rows.rank + offset[:, None]
+    filled = torch.where(first_before >= 0, rows.rank - first_before, in_earlier_chunk)
+    chunks_before = torch.where(rows.begins, -(-filled // chunk), 0).cumsum(1)
+    in_document = torch.where(rows.first >= 0, rows.rank - rows.first, in_earlier_chunk)
+    return chunks_before * chunk + in_document
 
 
 def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .cache_hope import CACHE_NAME, HopeCache, takes_cache
-from .inputs import boundaries_of, check_inputs, check_labels, later_begins
+from .calls import check_inputs, check_labels
+from .documents import boundaries_of, later_begins
 from .level_learning import (
     LevelLearning,
     LevelState,

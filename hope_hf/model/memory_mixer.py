@@ -11,8 +11,9 @@ Axes: B sequence in batch, T token of the call, S slot (`chunks`), b sequences t
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, one_token_later
-from .memory_compiled import described, register_scan, scan_tokens
+from .memory_compiled import register_scan, scan_options_json, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_paper import PaperMemories
 from .memory_scan import (
@@ -128,28 +129,35 @@ class MemoryGates(nn.Module):
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rate, step, *more = logits.to(dtype).split(len(self.dt_bias), dim=-1)
-            rate = float(self.config.memory_learning_rate_max) * (rate + self.learning_rate_bias.to(dtype)).sigmoid()
-            log_retention = -F.softplus(step + self.dt_bias.to(dtype))
+            rate_logits, time_step, *more_logits = logits.to(dtype).split(len(self.dt_bias), dim=-1)
+            largest_rate = float(self.config.memory_learning_rate_max)
+            rate = largest_rate * (rate_logits + self.learning_rate_bias.to(dtype)).sigmoid()
+            log_retention = -F.softplus(time_step + self.dt_bias.to(dtype))
             if self.A_log is not None:
                 log_retention = self.A_log.to(dtype).exp() * log_retention
-            norm = None if self.value_bias is None else 2 * (more[0] + self.value_bias.to(dtype)).sigmoid()
+            value_norm = None
+            if self.value_bias is not None:
+                value_norm = 2 * (more_logits[0] + self.value_bias.to(dtype)).sigmoid()
             if is_frozen:
                 # a read includes a share of the token's own value, which stays unchanged
-                rate, log_retention = torch.zeros_like(rate), torch.zeros_like(log_retention)
+                rate = torch.zeros_like(rate)
+                log_retention = torch.zeros_like(log_retention)
             if self.erase_bias is None:
-                return rate, log_retention, norm, None
-            erased = LEAST_ERASED + (1 - LEAST_ERASED) * (more[1] + self.erase_bias.to(dtype)).sigmoid()
-        return rate * erased, log_retention, norm / erased, erased
+                return rate, log_retention, value_norm, None
+            erased = (more_logits[1] + self.erase_bias.to(dtype)).sigmoid()
+            erased = LEAST_ERASED + (1 - LEAST_ERASED) * erased
+        return rate * erased, log_retention, value_norm / erased, erased
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Learning rates spread over the heads; retention also spread, or drawn as in the gated DeltaNet."""
-        config, heads = self.config, self.config.num_memory_heads
+        config = self.config
+        heads = config.num_memory_heads
         init.copy_(self.learning_rate_bias, torch.linspace(*config.memory_learning_rate_bias, heads))
         if config.retention_bias is None:
             # as in flash-linear-attention; transformers' Qwen3-Next has time steps of 1.3
-            step = torch.exp(torch.empty(heads).uniform_(*map(math.log, _TIME_STEPS)))
+            shortest, longest = _TIME_STEPS
+            step = torch.exp(torch.empty(heads).uniform_(math.log(shortest), math.log(longest)))
             init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
             init.copy_(self.A_log, torch.empty(heads).uniform_(*_DECAY_RATES).log())
         else:
@@ -160,6 +168,24 @@ class MemoryGates(nn.Module):
             init.zeros_(self.value_bias)
         if self.erase_bias is not None:
             init.copy_(self.erase_bias, torch.linspace(*config.memory_erase_bias, heads))
+
+
+class SpanRecord(NamedTuple):
+    """What a span writes and reads, for statistics."""
+
+    memories: Memories
+    # keys before normalisation, values as written, queries before normalisation, and reads [b, C, D]
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    reads: torch.Tensor
+    # the states around the span
+    before: ScanState
+    after: ScanState
+
+
+def _norm(vectors: torch.Tensor) -> torch.Tensor:
+    return vectors.norm(dim=-1)
 
 
 class SelfModifyingTitans(Mixer, nn.Module):
@@ -186,8 +212,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        width, inner = config.hidden_size, config.num_memory_heads * config.head_dim
-        self.rule = rule = RULES[config.memory_rule]
+        width = config.hidden_size
+        heads = config.num_memory_heads
+        inner = heads * config.head_dim
+        rule = RULES[config.memory_rule]
+        self.rule = rule
         self.projected = tuple(config.memory_projections)
         self.rate_factors = (float(config.projection_memory_rate),) * len(self.projected) + (1.0,)
         shared = self.projected if rule.shares_input else ()
@@ -199,9 +228,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
         self.o_proj = nn.Linear(inner, width, bias=False)
         # A query begins as the next token's key, which is made of the tokens before that one: before training, a token
         # reads what followed similar tokens (docs/log).
-        self.k_conv1d, self.v_conv1d, self.q_conv1d = (
-            ShortConvolution(config, config.num_memory_heads) for _ in range(3)
-        )
+        self.k_conv1d = ShortConvolution(config, heads)
+        self.v_conv1d = ShortConvolution(config, heads)
+        self.q_conv1d = ShortConvolution(config, heads)
         if rule.extends_deltanet:
             self.k_conv1d.own = _OWN_KEY
             # in tuples, since a module as an attribute would be registered twice
@@ -209,13 +238,13 @@ class SelfModifyingTitans(Mixer, nn.Module):
             self.q_conv1d.begins_as = self.k_conv1d, one_token_later
         self.initial_memory = InitialMemory(config)
         # share [H] of a token's own value in its read, Mamba-2's `D`
-        self.value_share = LearnedFactors(config.num_memory_heads) if rule.extends_deltanet else None
+        self.value_share = LearnedFactors(heads) if rule.extends_deltanet else None
         self.gates = MemoryGates(config)
         # dividing the reads has the same effect as a larger epsilon of the norm
         eps = config.rms_norm_eps * (config.head_dim if rule.extends_deltanet else 1)
         self.o_norm = HopeRMSNorm(config.head_dim, eps)
         self.kernels = asked_kernels()
-        self.described = described(config, self.rate_factors)
+        self.scan_options = scan_options_json(config, self.rate_factors)
         # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -239,24 +268,33 @@ class SelfModifyingTitans(Mixer, nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        run = self.choose_scan(hidden_states)
-        batch_size, heads = len(hidden_states), self.config.num_memory_heads
-        if run is mix:
+        scan = self.choose_scan(hidden_states)
+        if scan is mix:
             return mix(self, hidden_states, state, plan, need_state)
-        # projections and gates
+        batch_size = len(hidden_states)
+        heads = self.config.num_memory_heads
+        # linear maps and gates
         inputs = self.scan_inputs(hidden_states, plan)
         if state is not None:
             state = map_state(lambda x: x.flatten(0, 1), state)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            # kernel weights of the convolutions, and initial weights
             memories = self.memories(batch_size, inputs.query.dtype)
             # convolutions, SiLU, normalisation, writes and reads
             if isinstance(plan, TokenPlan):
-                about = self.config.recompute_chunks, need_state, self.kernels == "plain", self.described
-                reads, after = scan_tokens(inputs, memories, state, plan, *about)
+                reads, after = scan_tokens(
+                    inputs,
+                    memories,
+                    state,
+                    plan,
+                    recompute=self.config.recompute_chunks,
+                    need_state=need_state,
+                    is_plain=self.kernels == "plain",
+                    options=self.scan_options,
+                )
             else:
-                state = fresh_state(memories) if state is None else state
-                reads, after = run(inputs, memories, state, plan.spans, need_state)
+                before = fresh_state(memories) if state is None else state
+                reads, after = scan(inputs, memories, before, plan.spans, need_state)
+            # [b, S, D] to [B, S, H, D], then to tokens
             reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
             if plan.slot_of_token is not None:
                 reads = plan.to_tokens(reads)
@@ -271,31 +309,40 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
         """Keys, values, queries and gates from `hidden_states` [B, T, hidden_size], in the slots of the plan."""
-        heads, in_slots = self.config.num_memory_heads, plan.token_of_slot is not None
+        shared = None if self.in_proj is None else self._stream(self.in_proj, hidden_states, plan)
+        key = shared if self.k_proj is None else self._stream(self.k_proj, hidden_states, plan)
+        value = shared if self.v_proj is None else self._stream(self.v_proj, hidden_states, plan)
+        query = self._stream(self.q_proj, hidden_states, plan)
+        gates = [self._gate(gate, plan) for gate in self.gates(hidden_states, plan.is_frozen)]
+        return ScanInputs(key, value, query, *gates)
+
+    def _stream(self, projection: nn.Linear, hidden_states: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
+        """The output of a linear map in the slots of the plan, by head [b, S, D], float32 or float64."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        made = []
-        for projection in (self.in_proj, self.k_proj, self.v_proj, self.q_proj):
-            if projection is None:
-                # keys and values without a map of their own share the output of `in_proj`
-                made.append(made[0] if made else None)
-                continue
-            x = projection(hidden_states)
-            x = (plan.to_slots(x) if in_slots else x).to(dtype).unflatten(-1, (heads, -1))
-            made.append(x.transpose(1, 2).flatten(0, 1))
-        gates = []
-        for gate in self.gates(hidden_states, plan.is_frozen):
-            if gate is not None:
-                gate = (plan.to_slots(gate) if in_slots else gate).transpose(1, 2)
-                if plan.valid is not None:
-                    # padding neither writes nor decays
-                    gate = torch.where(plan.valid[:, None], gate, 0.0)
-                gate = gate.flatten(0, 1)
-            gates.append(gate)
-        return ScanInputs(*made[1:], *gates)
+        stream = projection(hidden_states)
+        if plan.token_of_slot is not None:
+            stream = plan.to_slots(stream)
+        heads = stream.to(dtype).unflatten(-1, (self.config.num_memory_heads, -1))
+        return heads.transpose(1, 2).flatten(0, 1)
+
+    @staticmethod
+    def _gate(gate: torch.Tensor | None, plan: ChunkPlan) -> torch.Tensor | None:
+        """A gate [B, T, H] in the slots of the plan, by head [b, S]."""
+        if gate is None:
+            return None
+        if plan.token_of_slot is not None:
+            gate = plan.to_slots(gate)
+        gate = gate.transpose(1, 2)
+        if plan.valid is not None:
+            # padding neither writes nor decays
+            gate = torch.where(plan.valid[:, None], gate, 0.0)
+        return gate.flatten(0, 1)
 
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
         """The memories of `batch_size` sequences, for the scan."""
-        conv_weights = torch.cat([conv(dtype) for conv in (self.k_conv1d, self.v_conv1d, self.q_conv1d)], dim=-1)
+        convolutions = (self.k_conv1d, self.v_conv1d, self.q_conv1d)
+        conv_weights = torch.cat([convolution(dtype) for convolution in convolutions], dim=-1)
+        # [K, H, 3 D] to [K, b, 1, 3 D]
         conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
         # [H, ...] of heads to [b, ...]
         initial = tuple(x.expand(batch_size, *x.shape).flatten(0, 1) for x in self.initial_memory(dtype))
@@ -313,28 +360,19 @@ class SelfModifyingTitans(Mixer, nn.Module):
         recompute = self.config.recompute_chunks
         if runs_plain(self.kernels):
             return partial(scan_plain, recompute=recompute)
-        otherwise = partial(fast_scan(self.config.memory_rule) or scan_plain, recompute=recompute)
+        scan = fast_scan(self.config.memory_rule) or scan_plain
+        on_torch = partial(scan, recompute=recompute)
         if runs_torch(self.kernels, hidden_states.device):
-            return otherwise
+            return on_torch
         obstacle = partial(scan_obstacle, self.rule, self.projected, hidden_states, self.config.head_dim)
-        kernel, counted = Kernel(mix, obstacle), self.kernel_fallbacks
-        return choose("memory_scan", self.kernels, kernel, otherwise, counted, hidden_states.device)
-
-    def _spans(self, hidden_states: torch.Tensor):
-        """Yields for every span: memories, keys, values, queries, reads, and the states before and after."""
-        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
-        inputs = self.scan_inputs(hidden_states, plan)
-        memories = self.memories(len(hidden_states), inputs.query.dtype)
-        state = fresh_state(memories)
-        for span in plan.spans:
-            keys, values, queries, _ = make_qkv(inputs, memories, state, span)
-            values = written_values(inputs, values, span)
-            if inputs.erased is not None:
-                # over zeta for the scan
-                values = values * inputs.erased[:, span.start : span.stop, None]
-            reads, after = scan_span(inputs, memories, state, span)
-            yield memories, keys, values, queries, reads, state, after
-            state = after
+        return choose(
+            "memory_scan",
+            asked=self.kernels,
+            kernel=Kernel(mix, obstacle),
+            otherwise=on_torch,
+            fallbacks=self.kernel_fallbacks,
+            device=hidden_states.device,
+        )
 
     @torch.no_grad()
     def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -350,40 +388,56 @@ class SelfModifyingTitans(Mixer, nn.Module):
         norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
         with torch.autocast(hidden_states.device.type, enabled=False):
             # each span is a chunk, so the state before it holds the weights of the chunk's start
-            for memories, keys, values, _, _, before, after in self._spans(hidden_states):
-                target = memories.target(before.current, values)
-                for name, vectors in (
-                    ("surprise_before", memories.recall(before.current, unit(keys)) - target),
-                    ("surprise_after", memories.recall(after.current, unit(keys)) - target),
-                    ("key_norm", keys),
-                    ("value_norm", values),
-                    ("target_norm", target),
-                ):
-                    norms[name].append(vectors.norm(dim=-1))
-            initial, final = memories.content(memories.fresh()), memories.content(after.current)
-        moved = sum((b - a).square().sum((-1, -2)) for a, b in zip(initial, final, strict=True)).sqrt()
+            for span in self._spans(hidden_states):
+                memories, keys = span.memories, unit(span.keys)
+                target = memories.target(span.before.current, span.values)
+                norms["surprise_before"].append(_norm(memories.recall(span.before.current, keys) - target))
+                norms["surprise_after"].append(_norm(memories.recall(span.after.current, keys) - target))
+                norms["key_norm"].append(_norm(span.keys))
+                norms["value_norm"].append(_norm(span.values))
+                norms["target_norm"].append(_norm(target))
+            initial = memories.content(memories.fresh())
+            final = memories.content(span.after.current)
+        changes = [(after - before).square().sum((-1, -2)) for before, after in zip(initial, final, strict=True)]
         rate, retention = self.gate_values(hidden_states)
         return {
             "learning_rate_mean": rate.mean(),
             "retention_mean": retention.mean(),
-            **{name: torch.cat(parts, -1).mean() for name, parts in norms.items()},
-            "state_norm_ratio": moved.mean() / self.config.head_dim**0.5,
+            **{name: torch.cat(parts, dim=-1).mean() for name, parts in norms.items()},
+            "state_norm_ratio": sum(changes).sqrt().mean() / self.config.head_dim**0.5,
         }
+
+    def _spans(self, hidden_states: torch.Tensor) -> Iterator[SpanRecord]:
+        """Every span of texts that begin with `hidden_states` [B, T, hidden_size]."""
+        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
+        inputs = self.scan_inputs(hidden_states, plan)
+        memories = self.memories(len(hidden_states), inputs.query.dtype)
+        state = fresh_state(memories)
+        for span in plan.spans:
+            keys, values, queries, _ = make_qkv(inputs, memories, state, span)
+            values = written_values(inputs, values, span)
+            if inputs.erased is not None:
+                # over zeta for the scan
+                values = values * inputs.erased[:, span.start : span.stop, None]
+            reads, after = scan_span(inputs, memories, state, span)
+            yield SpanRecord(memories, keys, values, queries, reads, before=state, after=after)
+            state = after
 
     @torch.no_grad()
     def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """eta (that erases: times zeta) and alpha of equation (88) of every token and head, both [B, T, H]."""
-        rate, log_retention, *_ = self.gates(hidden_states)
+        rate, log_retention, _, _ = self.gates(hidden_states)
         return rate, log_retention.exp()
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        modifies, projects = "", ""
-        if config.memory_projections:
-            made = " and ".join({"k": "keys", "v": "values"}[name] for name in config.memory_projections)
-            modifies = "self-modifying "
-            projects = f";\nthey make {made} with new weights every {config.memory_chunk_size} tokens"
-        return f"made of {modifies}memories: small per-sequence networks, updated while the text is read{projects}"
+        if not config.memory_projections:
+            return "made of memories: small per-sequence networks, updated while the text is read"
+        projected = " and ".join({"k": "keys", "v": "values"}[name] for name in config.memory_projections)
+        return (
+            "made of self-modifying memories: small per-sequence networks, updated while the text is read;\n"
+            f"they make {projected} with new weights every {config.memory_chunk_size} tokens"
+        )
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
@@ -405,13 +459,16 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     @staticmethod
     def check_state(state: ScanState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-        tail, heads, width = state.conv_tail, config.num_memory_heads, config.head_dim
+        tail = state.conv_tail
+        heads, width = config.num_memory_heads, config.head_dim
         memories = len(config.memory_projections) + 1
-        held = state.current[0][0].numel() // (tail.shape[1] * width**2)
-        if tuple(tail.shape[1:]) != (heads, config.conv_kernel_size - 1, 3 * width) or held != memories:
+        memories_of_cache = state.current[0][0].numel() // (tail.shape[1] * width**2)
+        expected_tail = (heads, config.conv_kernel_size - 1, 3 * width)
+        if tuple(tail.shape[1:]) != expected_tail or memories_of_cache != memories:
             raise ValueError(
-                f"the cache holds {tail.shape[1]} heads of {held} memories of width {tail.shape[3] // 3}, and "
-                f"this model's have {heads} of {memories} of width {width}: it is the cache of another model"
+                f"the cache holds {tail.shape[1]} heads of {memories_of_cache} memories of width "
+                f"{tail.shape[3] // 3}, and this model's have {heads} of {memories} of width {width}: it is the cache "
+                "of another model"
             )
         dtype = torch.promote_types(dtype, torch.float32)
         if tail.dtype != dtype:
@@ -423,25 +480,31 @@ class SelfModifyingTitans(Mixer, nn.Module):
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
         """Every rank computes the whole layer; only the weights of its linear maps are sharded."""
+        maps = ["q_proj", "o_proj", "g_proj"]
         shared = config.memory_projections if RULES[config.memory_rule].shares_input else []
-        maps = ["q_proj", "o_proj", "g_proj", *(["in_proj"] if shared else [])]
+        if shared:
+            maps.append("in_proj")
         maps += [f"{name}_proj" for name in "kv" if name not in shared]
         return dict.fromkeys(maps, "colwise_gather_output")
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
         """Per head and layer of a memory: the rule's products with weights, and 6 C D of a chunk's C tokens."""
-        rule, width = RULES[config.memory_rule], config.head_dim
+        rule = RULES[config.memory_rule]
+        width = config.head_dim
         products = rule.products(len(config.memory_projections)) * width**2
-        return config.num_memory_heads * rule.depth(config) * (products + 6 * config.memory_chunk_size * width)
+        of_chunk = 6 * config.memory_chunk_size * width
+        return config.num_memory_heads * rule.depth(config) * (products + of_chunk)
 
     @staticmethod
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
         """The current weights, those of the chunk's start if anything reads them, and the convolutions' tail."""
-        rule, width = RULES[config.memory_rule], config.head_dim
+        rule = RULES[config.memory_rule]
+        width = config.head_dim
         copies = 2 if rule.errors_at_chunk_start or config.memory_projections else 1
         memories = copies * rule.depth(config) * (len(config.memory_projections) + 1) * width**2
-        return 4 * config.num_memory_heads * (memories + 3 * (config.conv_kernel_size - 1) * width)
+        tail = 3 * (config.conv_kernel_size - 1) * width
+        return 4 * config.num_memory_heads * (memories + tail)
 
     @staticmethod
     def expects_kernels(config: PreTrainedConfig) -> bool:
@@ -460,22 +523,29 @@ class SelfModifyingTitans(Mixer, nn.Module):
         if is_expected(config):
             return kept_bytes_of_kernels(config, batch_size * length, low)
         chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
-        around = batch_size * length * (4 * 4 + low * 2 if low == 4 else 4 * 6 + low * 4) * heads * width
-        memories, kernel = len(config.memory_projections) + 1, config.conv_kernel_size
+        # of a token and channel: the streams around the scan
+        around = 4 * 4 + 2 * low if low == 4 else 4 * 6 + 4 * low
+        memories = len(config.memory_projections) + 1
         chunks = math.ceil(length / chunk)
-        stride, size = config.recompute_chunks or chunks, min(chunk, length)
+        stride = config.recompute_chunks or chunks
+        size = min(chunk, length)
+        # numbers that a chunk keeps, by head
         state = memories * width**2
         # keys, values, queries, their norms, and products of queries with keys
         cheap = 3 * (width + 1) * size + size**2
         # inverses are padded to a power of two
         padded = max(4, 2 ** math.ceil(math.log2(size)))
-        rates = 1 if not config.memory_projections else 2
-        dear = state + 3 * width * (kernel - 1) + rates * padded * (padded + 1) + memories * size * width
-        rule = RULES[config.memory_rule]
+        inverses = padded * (padded + 1)
+        if config.memory_projections:
+            # of two rates
+            inverses *= 2
+        tail = 3 * width * (config.conv_kernel_size - 1)
+        dear = state + tail + inverses + memories * size * width
         if fast_scan(config.memory_rule) is not None:
             scan = chunks * dear + min(chunks, stride) * cheap
         else:
             groups = math.ceil(chunks / stride)
-            last = chunks - (groups - 1) * stride
-            scan = rule.depth(config) * (_AUTOGRAD_FACTOR * (dear + cheap) * last + (groups - 1) * state)
-        return around + batch_size * 4 * heads * scan
+            chunks_of_last_group = chunks - (groups - 1) * stride
+            of_last_group = _AUTOGRAD_FACTOR * (dear + cheap) * chunks_of_last_group
+            scan = RULES[config.memory_rule].depth(config) * (of_last_group + (groups - 1) * state)
+        return batch_size * length * around * heads * width + batch_size * 4 * heads * scan

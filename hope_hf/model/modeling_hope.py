@@ -1,6 +1,5 @@
 """PyTorch HOPE model: mixers and levels in transformers' model classes."""
 
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,27 +23,17 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
 from .backends import FAST, borrow_fast_paths
-from .cache_hope import CACHE_NAME, HopeCache, carried_layers, takes_cache
-from .chunks import plan_chunks, plan_slots
+from .cache_hope import CACHE_NAME, takes_cache
+from .calls import Call, check_labels, prepare_call
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory
-from .frozen_reading import FreezesMemories, reads_frozen
+from .frozen_reading import FreezesMemories
 from .generation_hope import HopeGenerationMixin
-from .inputs import (
-    attention_arguments,
-    check_cache,
-    check_inputs,
-    check_labels,
-    check_recomputing,
-    read_documents,
-)
 from .layers import HopeRMSNorm
-from .level_learning import taught_by_block
 from .level_reading import LearnsFromText
 from .loss import HopeHead
 from .mixers import MIXERS
-from .rotary import HopeRotaryEmbedding, check_reach
-from .window_attention import plan_window, window_positions
+from .rotary import HopeRotaryEmbedding
 
 # before a model of this code is made
 borrow_fast_paths()
@@ -241,71 +230,37 @@ class HopeModel(HopePreTrainedModel):
         Raises:
             ValueError: the arguments do not fit the model, the cache or the tokens.
         """
-        past = None
-        check_inputs(self.config, input_ids, inputs_embeds)
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache is not None:
-            past = check_cache(cache, self.config, hidden_states)
-        elif use_cache:
-            cache = HopeCache(self.config)
-        if hidden_states.shape[1] == 1 and "forget_text" in FAST:
-            FAST["forget_text"](self.layers, cache)
-        documents = read_documents(attention_mask, position_ids, kwargs, hidden_states, cache, self.has_state)
-        context = {"need_state": cache is not None}
-        if self.has_state:
-            plans, past = self._plans(hidden_states, input_ids, documents, past, cache is not None, freeze_memories)
-            context |= plans
-        # CODEPATH: 'full_attention' layers alone and in hybrids.
-        if "mask" in self.needs:
-            context |= kwargs | attention_arguments(
-                self.config, self.rotary_emb, hidden_states, attention_mask, documents, cache
-            )
-        layers = () if cache is None else cache.layers
-        if cache is not None and torch.is_grad_enabled():
-            carried = carried_layers(cache)
-            if self.training:
-                check_recomputing(cache, carried is not None, self.layers)
-            if carried is not None:
-                # a recomputed block would write keys and values into the cache again
-                layers, context["cache"] = carried, None
-        levels = getattr(cache, "levels", None)
-        deltas = {} if levels is None else taught_by_block(self.config, levels.taught)
-
-        def read(blocks, hidden_states):
-            for index, block in blocks:
-                layer = layers[index] if layers else None
-                state = getattr(layer, "state", None)
-                hidden_states, state = block(hidden_states, state, deltas.get(index), **context)
-                if layer is not None and state is not None:
-                    layer.update_state(state, past)
-            return hidden_states
-
-        blocks = enumerate(self.layers)
-        if graph_from := getattr(levels, "graph_from", 0):
+        call = prepare_call(
+            self,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            freeze_memories=freeze_memories,
+            options=kwargs,
+        )
+        forget_text = FAST.get("forget_text")
+        if forget_text is not None and call.hidden_states.shape[1] == 1:
+            forget_text(self.layers, call.cache)
+        hidden_states = call.hidden_states
+        if call.graph_from:
             with torch.no_grad():
-                hidden_states = read(islice(blocks, graph_from), hidden_states)
-        hidden_states = read(blocks, hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+                hidden_states = self._read_blocks(call, hidden_states, range(call.graph_from))
+        hidden_states = self._read_blocks(call, hidden_states, range(call.graph_from, len(self.layers)))
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: call.cache})
 
-    def _plans(self, hidden_states, input_ids, documents, past=None, has_cache=False, freezes=None):
-        """Chunks and blocks of this call, and the counts after it; `past` are the counts before it."""
-        shape, device = hidden_states.shape[:2], hidden_states.device
-        call = shape, device, past, documents.padding, documents.position_ids, input_ids, has_cache
-        plans = {}
-        if "chunks" in self.needs:
-            plans["plan"] = plan_chunks(self.config, *call)
-            plans["plan"].is_frozen = reads_frozen(self, freezes)
-        # CODEPATH: 'sparse_attention' layers alone and in hybrids.
-        if "blocks" in self.needs:
-            plans["blocks"] = blocks = plan_slots(self.config.sparse_block_size, *call, grows=True)
-            check_reach(self.config, blocks.positions(), blocks.past.columns)
-            plans["block_positions"] = self.rotary_emb(hidden_states, position_ids=blocks.positions())
-        # CODEPATH: 'window_attention' layers alone and in hybrids.
-        if "window" in self.needs:
-            sizes = self.config.attention_sinks, self.config.sliding_window, hidden_states.dtype
-            plans["window"] = window = plan_window(*sizes, *call)
-            plans["window_positions"] = window_positions(self.config, self.rotary_emb, hidden_states, window)
-        return plans, next(iter(plans.values())).past
+    def _read_blocks(self, call: Call, hidden_states: torch.Tensor, indices: range) -> torch.Tensor:
+        """Hidden states [B, T, hidden_size] after some blocks, whose states go back to the layers of the cache."""
+        for index in indices:
+            layer = call.layers[index] if call.layers else None
+            state = getattr(layer, "state", None)
+            deltas = call.deltas.get(index)
+            hidden_states, state = self.layers[index](hidden_states, state, deltas, **call.context)
+            if layer is not None and state is not None:
+                layer.update_state(state, call.past)
+        return hidden_states
 
 
 class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
@@ -397,8 +352,16 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         options = dict(inputs_embeds=inputs_embeds, use_cache=use_cache, freeze_memories=freeze_memories)
         if learn:
-            given = cache, input_ids, attention_mask, position_ids, labels, None if skip_logits else kept
-            return self._learn(*given, **options, **kwargs)
+            return self._learn(
+                cache,
+                input_ids,
+                attention_mask,
+                position_ids,
+                labels,
+                None if skip_logits else kept,
+                **options,
+                **kwargs,
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

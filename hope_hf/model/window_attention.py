@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .attention import HopeAttention
-from .chunks import SlotPlan, TokenPlan, plan_again, plan_slots
+from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import call, named_tuple, register
 from .rotary import rotary_reach
 
@@ -69,13 +69,22 @@ class WindowPlan(SlotPlan):
     kept: torch.Tensor | None = None
 
 
-def plan_window(sinks: int, window: int, dtype: torch.dtype, *call) -> WindowPlan | TokenPlan:
-    """The plan of one call, for hidden states of a dtype; `call`: arguments of `plan_slots` after the chunk size."""
-    slots = plan_slots(1, *call)
+def plan_window(
+    sinks: int,
+    window: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    device: torch.device,
+    past: Past | None = None,
+    *options,
+    **named_options,
+) -> WindowPlan | TokenPlan:
+    """The plan of one call, for hidden states of a dtype; see `plan_slots` for the other arguments."""
+    slots = plan_slots(1, shape, device, past, *options, **named_options)
     if isinstance(slots, TokenPlan):
         return slots
     # a row's first tokens may be padding
-    position, goes_on = slots.positions().clamp(min=0), call[2] is not None
+    position, goes_on = slots.positions().clamp(min=0), past is not None
     layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
     plan = WindowPlan(*layout, slots.token_of_slot, slots.slot_of_token)
     if position.shape[1] == 1 and goes_on:

@@ -42,7 +42,7 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
             assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), expected)
     makers = [
         lambda model: HopeCache(model.config),
-        lambda model: code_copy.HopeCache(model.config),
+        lambda model: importlib.import_module("code_copy.cache_hope").HopeCache(model.config),
         lambda model: StaticCache(model.config, max_cache_len=30),
     ]
     for make in makers:
@@ -82,13 +82,13 @@ def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_
 def test_a_cache_of_either_copy_does_all_that_a_cache_does(tiny_model, code_copy, tmp_path):
     model = tiny_model()
     ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
-    for kind in (HopeCache, code_copy.HopeCache):
+    for kind in (HopeCache, importlib.import_module("code_copy.cache_hope").HopeCache):
         cache = kind(model.config)
         model(ids, cache=cache)
         assert len(cache.detach_().memory_layers) == 2
         before = cache.snapshot()
         cache.save_pretrained(tmp_path, model)
-        for other in (HopeCache, code_copy.HopeCache):
+        for other in (HopeCache, importlib.import_module("code_copy.cache_hope").HopeCache):
             held = other.from_pretrained(tmp_path, model).to("cpu").state_tensors()
             assert all(torch.equal(tensor, held[name]) for name, tensor in cache.state_tensors().items())
         with torch.no_grad():

@@ -1,0 +1,274 @@
+"""One call of the trunk: its arguments are checked, and made into what every block reads.
+
+`prepare_call` is entered once a call. A block reads hidden states, its layer's state, and the arguments that its mixer
+names (`Mixer.needs`); the model writes the cache.
+
+Axes: B row, T token of the call.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention_mask import attention_arguments
+from .cache_hope import HopeCache, carried_layers, past_of
+from .chunks import Past, plan_chunks, plan_slots
+from .configuration_hope import HopeConfig
+from .documents import Documents, boundaries_of, mask_of_call, read_documents
+from .frozen_reading import reads_frozen
+from .level_learning import taught_by_block
+from .mixers import MIXERS
+from .rotary import check_reach
+from .window_attention import plan_window, window_positions
+
+
+@dataclass
+class Call:
+    """What the blocks of a trunk read of one call."""
+
+    # embeddings of the call's tokens [B, T, hidden_size]
+    hidden_states: torch.Tensor
+    # written after the call; `None` if none is given and none is asked for
+    cache: Cache | None
+    # of the cache, by block: states come from them and go back to them; empty without a cache
+    layers: list
+    # counts of tokens after the call; `None` without layers that keep a state
+    past: Past | None
+    # the arguments of every mixer, see `Mixer.needs`
+    context: dict
+    # what the text so far has taught the levels of each block
+    deltas: dict[int, dict]
+    # blocks below this one are read without gradients
+    graph_from: int
+
+
+def prepare_call(
+    trunk: nn.Module,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | dict | None,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    inputs_embeds: torch.Tensor | None,
+    use_cache: bool | None,
+    freeze_memories: bool | None,
+    options: Mapping,
+) -> Call:
+    """The call with these arguments of `HopeModel.forward`; `options` are its further keywords.
+
+    Raises:
+        ValueError: the arguments do not fit the model, the cache or the tokens.
+    """
+    config = trunk.config
+    check_inputs(config, input_ids, inputs_embeds)
+    hidden_states = trunk.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    past = None
+    if cache is not None:
+        past = check_cache(cache, config, hidden_states)
+    elif use_cache:
+        cache = HopeCache(config)
+    columns = mask_of_call(attention_mask, hidden_states.shape[:2], cache, trunk.has_state)
+    documents = read_documents(columns, position_ids, boundaries_of(options), hidden_states, cache)
+    context = {"need_state": cache is not None}
+    if trunk.has_state:
+        plans = plan_tokens(trunk, hidden_states, input_ids, documents, past, keeps_digest=cache is not None)
+        past = next(iter(plans.values())).past
+        if "plan" in plans:
+            plans["plan"].is_frozen = reads_frozen(trunk, freeze_memories)
+        context |= plans
+    # CODEPATH: 'full_attention' layers alone and in hybrids.
+    if "mask" in trunk.needs:
+        arguments = hidden_states, attention_mask, documents, cache
+        context |= options | attention_arguments(config, trunk.rotary_emb, *arguments)
+    layers = [] if cache is None else cache.layers
+    if cache is not None and torch.is_grad_enabled():
+        carried = carried_layers(cache)
+        if trunk.training:
+            check_recomputing(cache, carried is not None, trunk.layers)
+        if carried is not None:
+            # a recomputed block would write keys and values into the cache again
+            layers = carried
+            context["cache"] = None
+    levels = getattr(cache, "levels", None)
+    deltas = {} if levels is None else taught_by_block(config, levels.taught)
+    graph_from = getattr(levels, "graph_from", 0)
+    return Call(hidden_states, cache, layers, past, context, deltas, graph_from)
+
+
+def plan_tokens(
+    trunk: nn.Module,
+    hidden_states: torch.Tensor,
+    input_ids: torch.Tensor | None,
+    documents: Documents,
+    past: Past | None,
+    keeps_digest: bool = False,
+) -> dict:
+    """Chunks, blocks and windows of a call's tokens, and their rotary angles, by the names of `Mixer.needs`.
+
+    Args:
+        hidden_states: [B, T, hidden_size].
+        past: counts before the call, or `None` at a text's start.
+        keeps_digest: whether a cache keeps the digest of the tokens.
+    """
+    config = trunk.config
+    arguments = {
+        "shape": hidden_states.shape[:2],
+        "device": hidden_states.device,
+        "past": past,
+        "padding_mask": documents.padding,
+        "position_ids": documents.position_ids,
+        "input_ids": input_ids,
+        "keeps_digest": keeps_digest,
+    }
+    plans = {}
+    if "chunks" in trunk.needs:
+        plans["plan"] = plan_chunks(config, **arguments)
+    # CODEPATH: 'sparse_attention' layers alone and in hybrids.
+    if "blocks" in trunk.needs:
+        blocks = plan_slots(config.sparse_block_size, grows=True, **arguments)
+        check_reach(config, blocks.positions(), blocks.past.columns)
+        plans["blocks"] = blocks
+        plans["block_positions"] = trunk.rotary_emb(hidden_states, position_ids=blocks.positions())
+    # CODEPATH: 'window_attention' layers alone and in hybrids.
+    if "window" in trunk.needs:
+        window = plan_window(config.attention_sinks, config.sliding_window, hidden_states.dtype, **arguments)
+        plans["window"] = window
+        plans["window_positions"] = window_positions(config, trunk.rotary_emb, hidden_states, window)
+    return plans
+
+
+def check_inputs(
+    config: HopeConfig, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None
+) -> None:
+    """ValueError unless exactly one is given: tokens [B, T] or embeddings [B, T, hidden_size] with T > 0.
+
+    The values of tokens are checked on the CPU only, where the check does not wait for a device.
+    """
+    if not torch.compiler.is_compiling():
+        transforms = torch._C._functorch.get_interpreter_stack() or ()
+        if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
+            raise ValueError("torch.func.vmap cannot go over a HOPE model: give the texts as rows of input_ids")
+        if torch.jit.is_tracing():
+            raise ValueError("torch.jit.trace cannot read a HOPE model: use torch.export.export or torch.compile")
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    if input_ids is None:
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds has the shape {tuple(inputs_embeds.shape)}, and (batch, tokens, {config.hidden_size}) "
+                "is needed"
+            )
+    elif input_ids.ndim != 2:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)}, and (batch, tokens) is needed: give a single text as "
+            "input_ids[None]"
+        )
+    if 0 in (inputs_embeds if input_ids is None else input_ids).shape[:2]:
+        raise ValueError("the text has no tokens: give at least one, for instance the tokenizer's bos_token_id")
+    if input_ids is None:
+        return
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids holds {input_ids.dtype}: give tokens as torch.int64")
+    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        least, most = map(int, input_ids.aminmax())
+        if least < 0 or most >= config.vocab_size:
+            wrong = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
+            raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
+
+
+def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+    """ValueError for labels that are no tokens; on the CPU only, where the check does not wait for a device."""
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+        if len(wrong):
+            raise ValueError(
+                f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one"
+            )
+
+
+def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> Past | None:
+    """Counts of the tokens that layers with a state have read; an empty `DynamicCache()` gets its layers.
+
+    Args:
+        hidden_states: the call's embeddings [B, T, hidden_size].
+
+    Raises:
+        ValueError: other layers, another number of rows, another shape or dtype of the memories, or dtype of the keys.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers == [] and getattr(cache, "layer_class_to_replicate", None) is not None:
+        # a cache made without a configuration would append layers for keys and values
+        layers.extend(DynamicCache(config=config).layers)
+        cache.layer_class_to_replicate = None
+    number = -1 if layers is None else len(layers)
+    if number != config.num_hidden_layers:
+        held = "no layers" if layers is None else f"{len(layers)} layers"
+        raise ValueError(
+            f"the cache is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
+            "give a HopeCache(model.config)"
+        )
+    # kinds of layers, of which one has been checked
+    checked = set()
+    for layer, kind in zip(layers, config.layer_types, strict=True):
+        mixer = MIXERS[kind]
+        held, expected = getattr(layer, "state_class", None), mixer.state_class
+        # compared by name, since another copy of the code may have made the cache
+        if held is not expected and getattr(held, "__name__", None) != getattr(expected, "__name__", None):
+            raise ValueError(
+                f"the cache is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
+                f"layer of type '{kind}': give a HopeCache(model.config)"
+            )
+        if kind in checked:
+            continue
+        if held is not None and layer.state is not None:
+            mixer.check_state(layer.state, config, hidden_states.dtype)
+            checked.add(kind)
+        # a layer that quantises its keys may hold none of them as they are
+        elif held is None and layer.is_initialized and layer.keys is not None and layer.keys.numel():
+            _check_rows(len(layer.keys), hidden_states)
+            _check_keys(layer.keys.dtype, hidden_states)
+            checked.add(kind)
+    past = past_of(cache)
+    if past is not None:
+        _check_rows(len(past.seen), hidden_states)
+    return past
+
+
+def _check_rows(held: int, hidden_states: torch.Tensor) -> None:
+    if held != len(hidden_states):
+        raise ValueError(
+            f"the cache holds {held} sequences, and the input {len(hidden_states)}: choose rows with "
+            "batch_select_indices or batch_repeat_interleave"
+        )
+
+
+def _check_keys(held: torch.dtype, hidden_states: torch.Tensor) -> None:
+    # under autocast keys have other dtypes than hidden states
+    if held != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+        raise ValueError(
+            f"the cache holds {held} keys, and this model computes them in {hidden_states.dtype}: read the text with "
+            "the model as it is now"
+        )
+
+
+def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
+    """ValueError if blocks that are recomputed in the backward pass would read another cache than the first time.
+
+    Args:
+        is_carried: whether blocks take states from the cache and return them, and do not write the cache.
+        blocks: blocks of a model in training.
+    """
+    recomputing = [block._gradient_checkpointing_func for block in blocks if block.gradient_checkpointing]
+    if recomputing and not is_carried:
+        raise ValueError(
+            f"the cache is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
+            "again: give a HopeCache(model.config)"
+        )
+    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in recomputing):
+        raise ValueError(
+            "gradient checkpointing with use_reentrant=True cuts the gradient that goes through the cache: give "
+            "use_reentrant=False"
+        )
