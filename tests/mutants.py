@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "the share of a decoded token without zeta",
-        "model/memory_delta.py",
+        "fast/one_token.py",
         "share = memories.value_share if gates.erased is None else memories.value_share * gates.erased",
         "share = memories.value_share",
         "tests/model/test_memory_token.py tests/model/test_memory_delta.py",
@@ -72,15 +72,15 @@ MUTANTS = [
     Mutant(
         "the value gate up to 1, not 2",
         "model/memory_mixer.py",
-        "norm = None if self.value_bias is None else 2 * (more[0] + self.value_bias.to(dtype)).sigmoid()",
-        "norm = None if self.value_bias is None else (more[0] + self.value_bias.to(dtype)).sigmoid()",
+        "value_norm = 2 * (more_logits[0] + self.value_bias.to(dtype)).sigmoid()",
+        "value_norm = (more_logits[0] + self.value_bias.to(dtype)).sigmoid()",
         "tests/model/test_memory_equals_reference.py tests/model/test_memory_delta.py",
     ),
     Mutant(
         "a norm without the erase gate",
         "model/memory_mixer.py",
-        "return rate * erased, log_retention, norm / erased, erased",
-        "return rate * erased, log_retention, norm, erased",
+        "return rate * erased, log_retention, value_norm / erased, erased",
+        "return rate * erased, log_retention, value_norm, erased",
         "tests/model/test_memory_equals_reference.py tests/model/test_memory_delta.py",
     ),
     Mutant(
@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "a row counts one token too few",
         "model/chunks.py",
-        "seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1, seen)",
-        "seen_after = torch.where(last >= 0, position.gather(1, last.clamp(min=0)[:, None])[:, 0], seen)",
+        "seen_after = torch.where(last_column >= 0, last_position + 1, seen)",
+        "seen_after = torch.where(last_column >= 0, last_position, seen)",
         "tests/model/test_state.py tests/model/test_chunks.py",
     ),
     Mutant(
