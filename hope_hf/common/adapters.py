@@ -73,10 +73,13 @@ def load_adapter(model: PreTrainedModel, file: Path) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     saved = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
-    own = get_peft_model_state_dict(model)
-    if {name: tensor.shape for name, tensor in saved.items()} != {name: tensor.shape for name, tensor in own.items()}:
+    if _shapes(saved) != _shapes(get_peft_model_state_dict(model)):
         raise ValueError(f"{file} does not fit this model: repeat the flags of the run that wrote it.")
     set_peft_model_state_dict(model, saved)
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def alpha_of(module: str, options: dict) -> float:
@@ -137,18 +140,18 @@ def merged(model: PreTrainedModel, source: str) -> PreTrainedModel:
             ) from None
         # After loading: PEFT reads some adapters as tied ones, where the model is tied.
         is_tied = _untie(model, shared)
-        found = adapted.merge_and_unload()
+        whole = adapted.merge_and_unload()
     # Tokens that are trained beside a LoRA of the same layer.
-    if any(type(module).__module__.startswith("peft.") for module in found.modules()):
+    if any(type(module).__module__.startswith("peft.") for module in whole.modules()):
         raise ValueError(
             f"the adapter {source} adapts a layer in two ways, of which PEFT can merge one: train one of the two"
         )
     if is_tied:
-        _tie_if_equal(found)
+        _tie_if_equal(whole)
     # For an adapter of the merged model.
-    found.name_or_path = source
+    whole.name_or_path = source
     # PEFT has frozen the weights, and a run may go on to train them.
-    return found.requires_grad_(True).eval()
+    return whole.requires_grad_(True).eval()
 
 
 def _untie(model: PreTrainedModel, shared: nn.Parameter) -> bool:

@@ -51,16 +51,20 @@ def defaults_of(size: int, hidden_size: int, given: Collection[str]) -> dict[str
         ),
         VOCAB_SIZE: Default(VOCABULARY, "entries of the tokenizer made from the text: rare ones are not learned"),
     }
-    replaced = {"tokenizer_name": VOCAB_SIZE, "max_train_steps": "num_train_epochs"}
-    left_out = {*given, *(replaced[name] for name in given if name in replaced)}
-    return {name: default for name, default in table.items() if name not in left_out}
+    for name in given:
+        table.pop(name, None)
+    if "tokenizer_name" in given:
+        table.pop(VOCAB_SIZE, None)
+    if "max_train_steps" in given:
+        table.pop("num_train_epochs", None)
+    return table
 
 
 def default_lines(defaults: dict[str, Default]) -> list[str]:
     """A line for each default: the flag with its value, and the reason."""
-    shown = {name: _as_flag(name, default.value) for name, default in defaults.items()}
-    width = max(map(len, shown.values()), default=0)
-    return [f"{flag:<{width}}  {defaults[name].reason}" for name, flag in shown.items()]
+    flags = [_as_flag(name, default.value) for name, default in defaults.items()]
+    width = max(map(len, flags), default=0)
+    return [f"{flag:<{width}}  {default.reason}" for flag, default in zip(flags, defaults.values(), strict=True)]
 
 
 def _as_flag(name: str, value: int | float) -> str:

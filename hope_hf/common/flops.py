@@ -28,6 +28,11 @@ def attention_flops_per_token(config, sequence_length: int) -> int:
     channels = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(getattr(config, "sliding_window", None) or sequence_length, sequence_length)
-    seen = window - window**2 / (2 * sequence_length)
-    keys = {"full_attention": sequence_length / 2, "sliding_attention": seen, "chunked_attention": seen}
+    keys_in_window = window - window**2 / (2 * sequence_length)
+    # By the kind of a layer, the mean number of keys that a token reads.
+    keys = {
+        "full_attention": sequence_length / 2,
+        "sliding_attention": keys_in_window,
+        "chunked_attention": keys_in_window,
+    }
     return round(4 * channels * sum(keys.get(kind, 0) for kind in kinds))

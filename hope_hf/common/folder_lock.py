@@ -36,8 +36,7 @@ class FolderLock:
             self._acquire()
         except BlockingIOError:
             raise ValueError(
-                f"{self._named} is in use, another process writes to it: wait for it or choose "
-                "another folder."
+                f"{self._named} is in use, another process writes to it: wait for it or choose another folder."
             ) from None
         except OSError as error:
             raise ValueError(f"{self._named} cannot be written: {error.strerror}.") from None

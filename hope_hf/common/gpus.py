@@ -64,7 +64,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((gpu.peak_flops(precision) for gpu in GPUS.values() if re.search(gpu.device, name)), None)
+    for gpu in GPUS.values():
+        if re.search(gpu.device, name):
+            return gpu.peak_flops(precision)
+    return None
 
 
 def parse_gpus(text: str) -> list[Gpu]:

@@ -84,15 +84,17 @@ def launch_file() -> Path | None:
     # Another program may have a --config_file of its own.
     if program is None or not Path(words[program]).name.startswith("accelerate"):
         return None
-    words = words[program + 1 :]
-    script = next((index for index, word in enumerate(words) if word in _MODULE or word.endswith(".py")), len(words))
-    own = words[:script]
-    for index, word in enumerate(own):
+    flags = []
+    for index, word in enumerate(words[program + 1 :], start=program + 1):
+        if word in _MODULE or word.endswith(".py"):
+            break
         name, _, value = word.partition("=")
-        if name.replace("-", "_") == "__config_file":
+        flag = name.replace("-", "_")
+        if flag == "__config_file":
             path = Path(value or words[index + 1])
             return path if path.is_file() else None
-    return _default_file([word.replace("-", "_") for word in own])
+        flags.append(flag)
+    return _default_file(flags)
 
 
 def _program(words: list[str]) -> int | None:
@@ -107,12 +109,13 @@ def _program(words: list[str]) -> int | None:
     return None
 
 
-def _default_file(own: list[str]) -> Path | None:
+def _default_file(flags: list[str]) -> Path | None:
     """The file that `accelerate launch` reads without --config_file; None if a flag chooses an engine."""
     from accelerate.commands.config.config_args import default_config_file
 
-    chooses = any(word.startswith(("__cpu", "__multi", "__tpu", "__use", "__fsdp")) for word in own)
-    return None if chooses or not Path(default_config_file).is_file() else Path(default_config_file)
+    file = Path(default_config_file)
+    chooses_engine = any(flag.startswith(("__cpu", "__multi", "__tpu", "__use", "__fsdp")) for flag in flags)
+    return file if file.is_file() and not chooses_engine else None
 
 
 def check(path: Path, content: dict) -> None:
@@ -122,7 +125,8 @@ def check(path: Path, content: dict) -> None:
         raise ValueError(f"{path}: {sentence}" + ("" if sentence.endswith("?") else "."))
 
     _check_sections(content, refuse)
-    kind, processes = content.get("distributed_type"), int(content.get("num_processes") or 1)
+    kind = content.get("distributed_type")
+    processes = int(content.get("num_processes") or 1)
     if kind == "MULTI_CPU" and processes > 1:
         refuse("distributed_type MULTI_CPU starts a single process: write MULTI_GPU and set ACCELERATE_USE_CPU=true")
     if kind == "FSDP":
@@ -161,8 +165,8 @@ def _check_sections(content: dict, refuse) -> None:
     for section in SECTIONS:
         for key, value in (content.get(section) or {}).items():
             if key not in known:
-                ours = {name for name in known if name.startswith(section.split("_")[0])} or known
-                refuse(f"accelerate ignores {key} in {section}{nearest(str(key), ours) or ': leave it out'}")
+                of_section = [name for name in known if name.startswith(section.split("_")[0])] or known
+                refuse(f"accelerate ignores {key} in {section}{nearest(str(key), of_section) or ': leave it out'}")
             if isinstance(value, dict | list):
                 refuse(f"{key} is {reprlib.repr(value)}: write it as one value")
             if value is None:

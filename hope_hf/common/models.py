@@ -110,11 +110,14 @@ def parse_overrides(text: str | None) -> dict:
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text, object_pairs_hook=_overrides)
+        pairs = []
         # Commas inside brackets belong to a list's value.
-        pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
-        if not all(name and equals for name, equals, _ in pairs):
-            raise ValueError("write name=value,name=value")
-        return _overrides([(name.strip(), _scalar(value)) for name, _, value in pairs])
+        for pair in re.split(r",(?![^\[]*\])", text):
+            name, equals, value = pair.partition("=")
+            if not name or not equals:
+                raise ValueError("write name=value,name=value")
+            pairs.append((name.strip(), _scalar(value)))
+        return _overrides(pairs)
     # RecursionError: thousands of nested brackets.
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
@@ -157,9 +160,11 @@ def _overrides(pairs: list[tuple[str, object]]) -> dict:
 def _check_dtype(values: dict):
     # Not every attribute of torch is a dtype, and the error for an unknown one does not name the file.
     dtype = values.get("dtype", values.get("torch_dtype"))
-    known = isinstance(dtype, str) and getattr(torch, dtype, None)
     # Models of several parts have a dict of dtypes.
-    if not (dtype is None or isinstance(dtype, dict) or getattr(known, "is_floating_point", False) is True):
+    if dtype is None or isinstance(dtype, dict):
+        return
+    attribute = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(attribute, torch.dtype) or not attribute.is_floating_point:
         raise ValueError(f'its config.json has the dtype {dtype!r}, write one like "float32" or "bfloat16"')
 
 
@@ -180,8 +185,10 @@ def _config_class(model_type: str):
 
 
 def _check_names(overrides: dict, config):
-    declared = {f.name for f in fields(config)} if is_dataclass(config) else set()
-    known = {name for name in declared | set(_plain(config)) if not name.startswith("_")}
+    names = list(_plain(config))
+    if is_dataclass(config):
+        names += [field.name for field in fields(config)]
+    known = {name for name in names if not name.startswith("_")}
     for name in overrides:
         if name not in known:
             raise ValueError(

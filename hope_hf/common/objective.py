@@ -44,19 +44,22 @@ def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
     `position_ids` are left out if no document starts inside a row: models then use their fast path.
     """
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    if "position_ids" in inputs and bool((inputs["position_ids"] == torch.arange(inputs["input_ids"].shape[1])).all()):
-        del inputs["position_ids"]
+    inputs = {"input_ids": batch["input_ids"]}
+    positions = batch.get("position_ids")
+    if positions is not None:
+        starts_inside = (positions != torch.arange(positions.shape[1])).any()
+        if starts_inside:
+            inputs["position_ids"] = positions
     return inputs
 
 
 @torch.no_grad()
 def check_token_ids(batch: dict[str, Tensor], vocab_size: int):
     """ValueError if a token id has no row in the embedding; `batch` on the CPU."""
-    low, high = (int(bound) for bound in batch["input_ids"].aminmax())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
+    lowest, highest = batch["input_ids"].aminmax()
+    if lowest < 0 or highest >= vocab_size:
+        outside = int(lowest if lowest < 0 else highest)
         raise ValueError(
-            f"The data holds token id {wrong}, outside the model's vocabulary of {vocab_size:,}: "
+            f"The data holds token id {outside}, outside the model's vocabulary of {vocab_size:,}: "
             "tokenize it with the tokenizer of this model (--tokenizer_name)."
         )

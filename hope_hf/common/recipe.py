@@ -54,7 +54,8 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     if Path(file).suffix.lower() in _TEXTS:
         raise ValueError(f"The recipe {path} is no .yaml file: name a text with --train_file.")
     if not os.path.exists(file):
-        close = get_close_matches(Path(path).stem, [Path(name).stem for name in packaged_files(RECIPES)], 1)
+        names = [Path(name).stem for name in packaged_files(RECIPES)]
+        close = get_close_matches(Path(path).stem, names, 1)
         if close:
             raise ValueError(f"The recipe {path} does not exist; did you mean {close[0]}.yaml?")
     recipe = read_yaml(file, f"The recipe {path}", partial(load_yaml, loader=_FlagLoader))
@@ -64,11 +65,12 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
     for key, value in recipe.items():
         if key not in flags:
             raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), flags)}")
-        several = value if key in _LISTS and isinstance(value, list) and value else [value]
-        found = [_word(path, key, one) for one in several]
-        if key not in left_out:
+        values = value if key in _LISTS and isinstance(value, list) and value else [value]
+        for one in values:
             # One word, so that a value that looks like a flag is not taken for one.
-            words += [f"--{key}={word}" for word in found]
+            word = f"--{key}={_word(path, key, one)}"
+            if key not in left_out:
+                words.append(word)
     return words
 
 
@@ -113,17 +115,17 @@ def yaml_fields(path: str | Path, named: str) -> dict[str, str | list[str] | Non
     Returns `None` if the file is not a mapping. Nothing is constructed. Raises ValueError that begins with `named` for
     a file that cannot be read.
     """
-
-    def plain(node: yaml.Node) -> str | list[str] | None:
-        if isinstance(node, yaml.SequenceNode):
-            return [child.value for child in node.value if isinstance(child, yaml.ScalarNode)]
-        return node.value if node.tag == "tag:yaml.org,2002:str" else None
-
     # PyYAML's loader in C, which lm-eval uses, crashes on thousands of nested brackets.
     node = read_yaml(path, named, partial(yaml.compose, Loader=yaml.SafeLoader))
     if not isinstance(node, yaml.MappingNode):
         return None
-    return {key.value: plain(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+    return {key.value: _plain_value(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+
+
+def _plain_value(node: yaml.Node) -> str | list[str] | None:
+    if isinstance(node, yaml.SequenceNode):
+        return [child.value for child in node.value if isinstance(child, yaml.ScalarNode)]
+    return node.value if node.tag == "tag:yaml.org,2002:str" else None
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader] | None = None) -> object:
@@ -151,18 +153,18 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            wrong = None
+            mistake = None
             if not isinstance(key, yaml.ScalarNode):
-                wrong = "a key is a list or a mapping"
+                mistake = "a key is a list or a mapping"
             elif key.tag == "tag:yaml.org,2002:merge":
-                wrong = "write what << merges out"
-            elif (key.tag, key.value) in seen:
-                wrong = f"the key {key.value!r} comes twice"
-            if wrong:
-                raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
-            seen.add((key.tag, key.value))
+                mistake = "write what << merges out"
+            elif (key.tag, key.value) in keys:
+                mistake = f"the key {key.value!r} comes twice"
+            if mistake:
+                raise yaml.constructor.ConstructorError(None, None, mistake, key.start_mark)
+            keys.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -170,10 +172,11 @@ class _FlagLoader(PlainLoader):
     """Values of flags as they are written: YAML 1.1 makes `no` False, `2026_11_28` a number and `1:30` 90."""
 
     def construct_document(self, node):
-        for _, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            for part in value.value if isinstance(value, yaml.SequenceNode) else (value,):
-                if isinstance(part, yaml.ScalarNode) and part.tag in _TYPED and _is_a_flags_word(part.value):
-                    part.tag = "tag:yaml.org,2002:str"
+        if isinstance(node, yaml.MappingNode):
+            for _, value in node.value:
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(part, yaml.ScalarNode) and part.tag in _TYPED and _is_a_flags_word(part.value):
+                        part.tag = "tag:yaml.org,2002:str"
         return super().construct_document(node)
 
 

@@ -86,13 +86,19 @@ def recompute_activations(model: PreTrainedModel, what: Recomputed) -> None:
 
 
 def _mixers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[nn.Module]:
-    found = [[part for name, part in block.named_children() if name in MIXERS] for block in blocks]
-    if not blocks or not all(found):
+    mixers = []
+    for block in blocks:
+        of_block = [part for name, part in block.named_children() if name in MIXERS]
+        if not of_block:
+            mixers = []
+            break
+        mixers += of_block
+    if not mixers:
         raise ValueError(
             f"--gradient_checkpointing mixer finds no sequence mixer in the blocks of a {model.config.model_type}: "
             "give block."
         )
-    return [mixer for mixers in found for mixer in mixers]
+    return mixers
 
 
 def _recomputing(forward: Callable, *args, **kwargs):

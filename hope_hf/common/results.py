@@ -36,20 +36,22 @@ _PACKAGES = (
 
 def markdown_table(rows: list[Row]) -> str:
     """Rows as an aligned Markdown table; `x_stderr` joins `x` as `x ± error`."""
-    columns = [name for name in rows[0] if not name.endswith("_stderr")]
-    cells = [columns] + [[_cell(row, name) for name in columns] for row in rows]
-    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(columns))]
-    numeric = [all(not isinstance(row[name], str) for row in rows) for name in columns]
+    columns = []
+    for name in rows[0]:
+        if not name.endswith("_stderr"):
+            columns.append(_column(name, rows))
+    lines = zip(*columns, strict=True)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
-    def line(values: list[str]) -> str:
-        padded = (
-            value.rjust(width) if right else value.ljust(width)
-            for value, width, right in zip(values, widths, numeric, strict=True)
-        )
-        return f"| {' | '.join(padded)} |"
 
-    rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
-    return "\n".join([line(cells[0]), line(rule), *(line(values) for values in cells[1:])])
+def _column(name: str, rows: list[Row]) -> list[str]:
+    """The cells of a column, of one width: its name, the rule and the values; numbers stand on the right."""
+    cells = [_cell(row, name) for row in rows]
+    width = max(3, len(name), *map(len, cells))
+    is_text = any(isinstance(row[name], str) for row in rows)
+    align = str.ljust if is_text else str.rjust
+    rule = "-" * width if is_text else "-" * (width - 1) + ":"
+    return [align(name, width), rule, *(align(cell, width) for cell in cells)]
 
 
 def can_draw() -> bool:
@@ -62,14 +64,14 @@ def can_draw() -> bool:
         warnings.warn("No pictures: matplotlib is not installed (pip install 'hope_hf[plot]').", stacklevel=2)
         return False
     if "matplotlib" not in sys.modules:
-        asked = os.environ.pop("MPLBACKEND", None)
+        backend = os.environ.pop("MPLBACKEND", None)
         import matplotlib
 
-        if asked is not None:
-            os.environ["MPLBACKEND"] = asked
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
             # some releases refuse a backend that is not installed
             with suppress(ValueError):
-                matplotlib.rcParams["backend"] = asked
+                matplotlib.rcParams["backend"] = backend
     return True
 
 
@@ -113,9 +115,12 @@ def draw_or_warn(draw: Callable[[Path], object], path: Path) -> Path | None:
 
 def provenance() -> dict:
     """The command, the packages' versions and the package's git commit, JSON-able; unknown ones are None."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = _installed(name)
     return {
         "command": command_to_keep(),
-        "versions": {"python": platform.python_version(), **{name: _installed(name) for name in _PACKAGES}},
+        "versions": versions,
         "git": {"commit": _git("rev-parse", "HEAD"), "modified": bool(_git("status", "--porcelain"))},
     }
 
@@ -180,7 +185,8 @@ def next_token_accuracy():
 
 
 def _cell(row: Row, name: str) -> str:
-    value, error = row[name], row.get(f"{name}_stderr")
+    value = row[name]
+    error = row.get(f"{name}_stderr")
     if error is None:
         return _number(value)
     text = f"{error:{_form(value)}}"
@@ -191,9 +197,9 @@ def _cell(row: Row, name: str) -> str:
 def _number(value) -> str:
     if value is None:
         return "-"
-    if isinstance(value, bool) or not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{value:{_form(value)}}"
+    if isinstance(value, float):
+        return f"{value:{_form(value)}}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _form(value: float) -> str:

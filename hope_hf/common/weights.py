@@ -116,10 +116,13 @@ def weight_files(source: str, given: str | None, named: str) -> list[Path]:
         file = find_file(source, name)
         if file is None:
             continue
-        parts = parts_of(file) if name.endswith(".index.json") else []
-        files = [find_file(source, part) for part in parts] or [file]
-        if None in files:
-            raise _Refused(f"{named} has no {parts[files.index(None)]}, which its {name} names: save the model again.")
+        if not name.endswith(".index.json"):
+            return [file]
+        files = []
+        for part in parts_of(file):
+            files.append(find_file(source, part))
+            if files[-1] is None:
+                raise _Refused(f"{named} has no {part}, which its {name} names: save the model again.")
         return files
     if os.path.isdir(source) and any(PART.fullmatch(name) for name in os.listdir(source)):
         raise _Refused(
@@ -135,8 +138,8 @@ def weight_files(source: str, given: str | None, named: str) -> list[Path]:
 
 def find_file(source: str, name: str) -> Path | None:
     """A file of a folder or of the Hub; None if there is none or it is not a file."""
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
 @contextmanager
@@ -157,7 +160,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _check_names(model: PreTrainedModel, report: dict, named: str) -> None:
-    missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing = sorted(report["missing_keys"])
+    unknown = sorted(report["unexpected_keys"])
     if missing:
         raise ValueError(
             f"{named} has no weights for {missing[0]}{_more(missing)}, which its config.json asks for: save the whole "
@@ -173,11 +177,12 @@ def _check_names(model: PreTrainedModel, report: dict, named: str) -> None:
 
 
 def _check_shapes(report: dict, named: str) -> None:
-    others = sorted((name, list(saved), list(own)) for name, saved, own in report["mismatched_keys"])
-    if others:
-        name, saved, own = others[0]
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, shape_in_file, shape = mismatched[0]
         raise ValueError(
-            f"{named} has a {name} of shape {saved}, and its config.json asks for {own}{_more(others)}: put back the "
+            f"{named} has a {name} of shape {list(shape_in_file)}, and its config.json asks for "
+            f"{list(shape)}{_more(mismatched)}: put back the "
             "config.json that was saved with these weights."
         )
 

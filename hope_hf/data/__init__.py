@@ -20,7 +20,8 @@ from .config import DataConfig
 from .corpora import Needed, passing
 from .documents import corpus_documents, open_sources
 from .encoding import document_start, plain_ids, tokens_before
-from .files import find_files, load_files, size_of_files
+from .file_names import find_files, size_of_files
+from .files import load_files
 from .mixture import Corpus, read_mixture
 from .sources import validation_texts
 from .text_facts import difference_of_text

@@ -13,7 +13,7 @@ from hope_hf.common.results import IGNORED
 from .config import DataConfig
 from .loader import Layout, Prefetched
 from .packing import Block, Indexed, collate
-from .sources import open_source
+from .sources import OpenSource, open_source
 from .text_facts import text_facts
 from .vocabulary import bytes_per_id, highest_id
 
@@ -53,8 +53,6 @@ class Data:
     """Tokens of one epoch; None for a stream."""
     fingerprint: str
     """A hash of what defines the tokens and their order; the batch size and the number of ranks are not in it."""
-    former_fingerprint: str | None
-    """`fingerprint` as earlier versions computed it, where it differs."""
     facts: dict
     """See `text_facts`; empty for synthetic tokens."""
     description: str
@@ -73,8 +71,6 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
     positions = opened.is_text and not carry
     validation = ValidationBatches(opened.validation, layout, opened.tokenizer.eos_token_id, positions)
     scored = _scored(validation, highest_id(opened.tokenizer) + 1) if opened.is_text else None
-    rest = len(opened.tokenizer), config.block_size, config.document_boundary, config.seed
-    former = opened.former_identity
     return Data(
         tokenizer=opened.tokenizer,
         train=Prefetched(
@@ -85,14 +81,20 @@ def build_data(config: DataConfig, *, rank: int = 0, world_size: int = 1, state:
         validation_bytes_per_token=_bytes_per_token(scored, opened.tokenizer) if opened.is_text else 1.0,
         unigram_loss=None if opened.count is None else unigram_loss(opened.count(len(scored)), scored),
         train_tokens=opened.train_tokens,
-        fingerprint=_fingerprint(*opened.identity, *rest),
-        former_fingerprint=None if former is None else _fingerprint(*former, *rest),
+        fingerprint=_fingerprint(config, opened),
         facts=text_facts(config, opened.tokenizer) if opened.is_text else {},
         description=opened.description,
     )
 
 
-def _fingerprint(*identity) -> str:
+def _fingerprint(config: DataConfig, source: OpenSource) -> str:
+    identity = (
+        *source.identity,
+        len(source.tokenizer),
+        config.block_size,
+        config.document_boundary,
+        config.seed,
+    )
     return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 

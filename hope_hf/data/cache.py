@@ -51,8 +51,11 @@ def cache_for(files: Iterable[str]) -> str:
 
 def _key(files: Iterable[str], what: object) -> str:
     states = [(os.path.abspath(file), *_state(os.stat(file))) for file in files]
-    parts = repr((_VERSION, states, what)).encode("utf-8", errors="surrogateescape")
-    return blake2b(parts, digest_size=16).hexdigest()
+    return _hash((_VERSION, states, what))
+
+
+def _hash(value: object) -> str:
+    return blake2b(repr(value).encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
@@ -105,39 +108,42 @@ _SPECIAL = re.compile(r"[*?\[\]]|::|:/")
 def plain_name(name: str) -> str:
     """`name`, or another name of the same file or folder, in which no character is special."""
     path = os.path.abspath(name)
-    files = [path] if os.path.isfile(path) else files_under(path)
+    is_file = os.path.isfile(path)
+    files = [path] if is_file else files_under(path)
     if not any(map(_SPECIAL.search, [path, *files])):
         return name
-    folder = os.path.dirname(path) if os.path.isfile(path) else path
+    folder = os.path.dirname(path) if is_file else path
     links = {_SPECIAL.sub("_", os.path.relpath(file, folder)): file for file in files}
-    key = blake2b(repr(sorted(links.items())).encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()
-    there = writable_cache() / "hope_hf" / f"links-{key}"
-    if not there.exists():
+    link_folder = writable_cache() / "hope_hf" / f"links-{_hash(sorted(links.items()))}"
+    if not link_folder.exists():
         with cache_errors():
-            there.parent.mkdir(exist_ok=True)
-            _link(links, there)
+            link_folder.parent.mkdir(exist_ok=True)
+            _link(links, link_folder)
     # A file has one link; a folder has a folder of links.
-    return str(there / next(iter(links))) if os.path.isfile(path) else str(there)
+    return str(link_folder / next(iter(links))) if is_file else str(link_folder)
 
 
 def files_under(folder: str) -> list[str]:
     """The paths of all files in a folder, sorted; hidden files are not part of a data set."""
-    found = []
+    paths = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        for name in names:
+            if not name.startswith("."):
+                paths.append(os.path.join(parent, name))
+    return sorted(paths)
 
 
-def _link(links: dict[str, str], there: Path) -> None:
+def _link(links: dict[str, str], folder: Path) -> None:
     # Made under another name first, so that no other process finds an incomplete folder.
-    with tempfile.TemporaryDirectory(dir=there.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        unfinished = Path(scratch, folder.name)
         for link, file in links.items():
-            place = Path(scratch, there.name, link)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(file)
+            path = unfinished / link
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(file)
         try:
-            Path(scratch, there.name).rename(there)
+            unfinished.rename(folder)
         except FileExistsError:
             # Another process was faster.
             pass

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from tokenizers import AddedToken
@@ -55,18 +56,21 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._special = {token.content: index for index, token in added.items() if token.special}
+        added_tokens = tokenizer.added_tokens_decoder
+        self._special = {token.content: index for index, token in added_tokens.items() if token.special}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._backend, self._ids = None, {}
+        self._backend = None
+        # By the backend's id of a mark, the tokenizer's id of the special token.
+        self._ids = {}
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
             self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
             self._backend.no_truncation()
             self._backend.no_padding()
-            # An own token for each mark, since those of the tokenizer are text to `encode_special_tokens`.
-            self._backend.add_tokens([_mark(index, added[index]) for index in self._special.values()])
-            self._ids = {self._backend.token_to_id(_name(index)): index for index in self._special.values()}
+            for index in self._special.values():
+                # An own token for each mark, since those of the tokenizer are text to `encode_special_tokens`.
+                self._backend.add_tokens([_mark(index, added_tokens[index])])
+                self._ids[self._backend.token_to_id(_name(index))] = index
 
     @property
     def source(self) -> str:
@@ -99,11 +103,14 @@ class ChatTemplate:
         self._backend.encode_special_tokens = True
         encoding = self._backend.encode(self._named(filled.text), add_special_tokens=False)
         learned = [False] * len(encoding.ids)
-        for place in filled.learned:
-            begin, end = (len(self._named(filled.text[:edge])) for edge in place)
-            inside = [index for index, (a, b) in enumerate(encoding.offsets) if a < end and b > begin]
+        for begin, end in filled.learned:
+            # The same places in the text that the backend reads.
+            begin = len(self._named(filled.text[:begin]))
+            end = len(self._named(filled.text[:end]))
+            inside = [index for index, (first, last) in enumerate(encoding.offsets) if first < end and last > begin]
             if inside:
-                learned[inside[0] : inside[-1] + 1] = [True] * (inside[-1] + 1 - inside[0])
+                for index in range(inside[0], inside[-1] + 1):
+                    learned[index] = True
         return [self._ids.get(index, index) for index in encoding.ids], learned
 
     def encode(self, text: str) -> list[int]:
@@ -112,11 +119,13 @@ class ChatTemplate:
 
     def _broken(self, chat: Chat) -> tuple[list[dict], list[dict] | None]:
         """The arguments of a template. Keys without a value are left out, as many templates ask for the key alone."""
-        given = ({key: value for key, value in message.items() if value is not None} for message in chat.messages)
-        messages = [
-            {key: value if key == "role" else self._break(value) for key, value in message.items()}
-            for message in given
-        ]
+        messages = []
+        for message in chat.messages:
+            broken = {}
+            for key, value in message.items():
+                if value is not None:
+                    broken[key] = value if key == "role" else self._break(value)
+            messages.append(broken)
         return messages, chat.tools and self._break(chat.tools)
 
     def _break(self, value: object) -> object:
@@ -125,7 +134,7 @@ class ChatTemplate:
             text = value.encode(errors="replace").decode().translate(_OURS)
             return self._spelled.sub(lambda found: _BREAK.join(found[0]), text)
         if isinstance(value, list):
-            return [self._break(part) for part in value]
+            return list(map(self._break, value))
         if isinstance(value, dict):
             return {self._break(key): self._break(part) for key, part in value.items()}
         return value
@@ -153,11 +162,13 @@ class ChatTemplate:
             return Filled(text, places)
         if len(places) != len(turns):
             raise ValueError("a turn has weight 0, and {% generation %} does not surround every turn of the assistant")
-        return Filled(text, [place for place, turn in zip(places, turns, strict=True) if _is_learned(turn)])
+        learned = [place for place, turn in zip(places, turns, strict=True) if _is_learned(turn)]
+        return Filled(text, learned)
 
     def _compared(self, chat: Chat) -> Filled:
         """A turn is what it adds to the turns before it."""
-        whole, places = self.fill(chat), []
+        whole = self.fill(chat)
+        places = []
         for index, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT or not _is_learned(message):
                 continue
@@ -174,15 +185,21 @@ class ChatTemplate:
 
     def _tokens_of_parts(self, filled: Filled) -> tuple[list[int], list[bool]]:
         """`tokens` of a tokenizer written in Python, which itself splits texts at special tokens."""
-        ids, learned = [], []
-        marks = [found.span() for found in self._spelled.finditer(filled.text)]
-        edges = sorted({0, len(filled.text), *(edge for place in (*marks, *filled.learned) for edge in place)})
-        for begin, end in zip(edges, edges[1:], strict=False):
+        ids = []
+        learned = []
+        marks = [match.span() for match in self._spelled.finditer(filled.text)]
+        edges = {0, len(filled.text)}
+        for place in (*marks, *filled.learned):
+            edges.update(place)
+        for begin, end in pairwise(sorted(edges)):
             part = filled.text[begin:end]
-            whole = (begin, end) in marks
-            found = [self._special[part]] if whole else plain_ids(self.tokenizer, without_breaks(part))
-            ids += found
-            learned += [any(a <= begin < b for a, b in filled.learned)] * len(found)
+            if (begin, end) in marks:
+                part_ids = [self._special[part]]
+            else:
+                part_ids = plain_ids(self.tokenizer, without_breaks(part))
+            ids += part_ids
+            is_learned = any(first <= begin < last for first, last in filled.learned)
+            learned += [is_learned] * len(part_ids)
         return ids, learned
 
 
@@ -203,8 +220,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def chat_of(text: str) -> Chat:
     """The chat of a text that `chats.chat_text` made."""
-    found = json.loads(text)
-    return Chat(found) if isinstance(found, list) else Chat(found["messages"], found["tools"])
+    content = json.loads(text)
+    return Chat(content) if isinstance(content, list) else Chat(content["messages"], content["tools"])
 
 
 def _is_learned(message: dict) -> bool:

@@ -20,8 +20,8 @@ TOOLS = "tools"
 _ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), ASSISTANT)
 # Roles that templates know without naming them; others are a mistake unless the template names them.
 _KNOWN = {"user", ASSISTANT, "system", "developer", "tool", "function"}
-# Keys that say something about a turn, and are nothing that is said in it.
-_ABOUT = {"role", "weight", "name", "tool_call_id"}
+# Keys that describe a turn, and are nothing that is said in it.
+_DESCRIPTIVE = {"role", "weight", "name", "tool_call_id"}
 
 
 class BadChat(ValueError):
@@ -36,13 +36,18 @@ def chat_text(value: object, tools: object = None, template: ChatTemplate | None
         tools: a list of JSON schemas, or its JSON.
         template: that is filled with it, to see whether it fails; unless given, the chat's form alone is checked.
     """
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+    template_text = "" if template is None else template.source
+    messages = []
+    has_learned_turn = False
+    for message in value if isinstance(value, list) else ():
+        if not isinstance(message, dict):
+            raise BadChat("has no chat with a turn of the assistant")
+        message = _message(message, template_text)
+        has_learned_turn |= message["role"] == ASSISTANT and message.get("weight") != 0
+        messages.append(message)
+    if not has_learned_turn:
         raise BadChat("has no chat with a turn of the assistant")
-    named = "" if template is None else template.source
-    chat = Chat([_message(message, named) for message in value], _tools(tools))
-    learned = (message.get("weight") != 0 for message in chat.messages if message["role"] == ASSISTANT)
-    if not any(learned):
-        raise BadChat("has no chat with a turn of the assistant")
+    chat = Chat(messages, _tools(tools))
     if template is not None:
         try:
             template.filled(chat)
@@ -55,8 +60,11 @@ def chat_text(value: object, tools: object = None, template: ChatTemplate | None
 def _message(message: dict, template: str) -> dict:
     """A message with `role` and `content`, whichever of the two forms it has. `template`: the template's text."""
     if isinstance(message.get("from"), str) and message.get("role") is None:
-        kept = {key: message[key] for key in ("weight", "tool_calls") if message.get(key) is not None}
-        message = {"role": message["from"], "content": message.get("value"), **kept}
+        sharegpt = message
+        message = {"role": sharegpt["from"], "content": sharegpt.get("value")}
+        for key in ("weight", "tool_calls"):
+            if sharegpt.get(key) is not None:
+                message[key] = sharegpt[key]
     role = message.get("role")
     if not isinstance(role, str):
         raise BadChat("has a turn without a role")
@@ -68,7 +76,7 @@ def _message(message: dict, template: str) -> dict:
     message = message | {"role": role}
     if message.get("content") is not None:
         message["content"] = _content(message["content"])
-    elif not any(value for key, value in message.items() if key not in _ABOUT):
+    elif not any(message[key] for key in message.keys() - _DESCRIPTIVE):
         raise BadChat(f"has a turn of the {role} without content")
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = list(map(_call, message["tool_calls"]))
@@ -77,12 +85,13 @@ def _message(message: dict, template: str) -> dict:
 
 def _content(content: object) -> str:
     """What is said in a turn, which may be a list of parts."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    for part, text in zip(parts, texts, strict=True):
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else json.dumps(part)[:40]
             raise BadChat(f"has a turn with content that is no text ({kind})")
+        texts.append(text)
     return "".join(texts)
 
 
@@ -95,7 +104,9 @@ def _call(call: object) -> object:
         arguments = json.loads(function["arguments"])
     except ValueError:
         return call
-    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+    if not isinstance(arguments, dict):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def _tools(value: object) -> list[dict] | None:
@@ -112,22 +123,24 @@ def _tools(value: object) -> list[dict] | None:
 
 def of_table(row: dict, column: str) -> dict:
     """A row of Parquet, Arrow or a data set, whose calls and tools have the keys of all others, too: without these."""
-    messages, tools = row.get(column), row.get(TOOLS)
+    messages = row.get(column)
     if isinstance(messages, list):
-        messages = list(map(_without_keys_of_others, messages))
-    return row | {column: messages, TOOLS: _without_nulls(tools)}
+        messages = list(map(_without_nulls_in_calls, messages))
+    return row | {column: messages, TOOLS: _without_nulls(row.get(TOOLS))}
 
 
-def _without_keys_of_others(message: object) -> object:
+def _without_nulls_in_calls(message: object) -> object:
     if not isinstance(message, dict) or not message.get("tool_calls"):
         return message
     return message | {"tool_calls": _without_nulls(message["tool_calls"])}
 
 
 def _without_nulls(value: object) -> object:
+    if isinstance(value, list):
+        return list(map(_without_nulls, value))
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    return value
 
 
 def choose_chat_column(names: Collection[str], source: str, column: str | None = None) -> str:
@@ -168,7 +181,8 @@ def _signed(template: ChatTemplate, text: str) -> list[int]:
         raise ValueError(
             f"--assistant_only_loss: the tokenizer's chat template fails on the chat {text[:80]}: {error}."
         ) from error
-    return [token if learned else ~token for token, learned in zip(*template.tokens(filled), strict=True)]
+    ids, is_learned = template.tokens(filled)
+    return [token if learned else ~token for token, learned in zip(ids, is_learned, strict=True)]
 
 
 def shortened(rows: Sequence[list[int]], longest: int, how: str) -> list[list[int]]:
@@ -178,7 +192,8 @@ def shortened(rows: Sequence[list[int]], longest: int, how: str) -> list[list[in
     """
     if how == "drop":
         return [row for row in rows if len(row) <= longest]
-    return [row for row in (row[:longest] for row in rows) if max(row) >= 0]
+    cut_rows = [row[:longest] for row in rows]
+    return [row for row in cut_rows if max(row) >= 0]
 
 
 def filled_chats(template: ChatTemplate, texts: Sequence[str]) -> list[tuple[str, list[int]]]:
@@ -187,5 +202,8 @@ def filled_chats(template: ChatTemplate, texts: Sequence[str]) -> list[tuple[str
     Both lack the BOS token that every document gets anyway.
     """
     start = template.tokenizer.bos_token or ""
-    filled = [template.fill(chat_of(text)).removeprefix(start) for text in texts]
-    return [(without_breaks(text), template.encode(text)) for text in filled]
+    documents = []
+    for text in texts:
+        filled = template.fill(chat_of(text)).removeprefix(start)
+        documents.append((without_breaks(filled), template.encode(filled)))
+    return documents

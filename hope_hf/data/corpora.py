@@ -18,7 +18,8 @@ from hope_hf.common.process import warn_once
 from .cache import cache_path, cached_texts, files_under, writable_cache
 from .documents import HELD_OUT_OF_A_STREAM, builtin_corpus, held_out, load_data_set, split_training
 from .encoding import make_encoder
-from .files import find_files, load_files, read_stream, text_column
+from .file_names import find_files
+from .files import load_files, read_stream, text_column
 from .mixture import BUILTIN, Corpus, Judge, keep
 from .packing import stable_seed
 from .shards import KINDS, dtype_of
@@ -84,8 +85,15 @@ def _fetched(corpus: Corpus, needed: Needed, tokenizer, name: str) -> Iterator[p
     count = _Count(corpus, needed, tokenizer)
     rows = read_stream(stream, name)
     with tqdm(unit="B", unit_scale=True, desc=f"Fetching {corpus.name}", disable=None) as bar:
-        while not count.is_enough and (texts := [row["text"] for row in islice(rows, _READ_TOGETHER)]):
-            texts = list(count.until_enough(texts))
+        while not count.is_enough:
+            texts = []
+            for row in islice(rows, _READ_TOGETHER):
+                texts.append(row["text"])
+                count.add(row["text"])
+                if count.is_enough:
+                    break
+            if not texts:
+                return
             bar.update(sum(len(text or "") for text in texts))
             yield pa.array(texts, pa.string())
 
@@ -94,9 +102,15 @@ class _Count:
     """Counts the documents read so far, their bytes and tokens."""
 
     def __init__(self, corpus: Corpus, needed: Needed, tokenizer: PreTrainedTokenizerBase | None):
-        self._needed, self._encode = needed, make_encoder(tokenizer) if needed.tokens is not None else None
+        self._needed = needed
+        self._encode = make_encoder(tokenizer) if needed.tokens is not None else None
         self._judge = Judge(corpus)
-        self._documents = self._held = self._size = self._sampled_size = self._sampled_tokens = 0
+        self._documents = 0
+        self._held = 0
+        # Bytes of all training documents; bytes and tokens of those that are tokenized.
+        self._size = 0
+        self._sampled_size = 0
+        self._sampled_tokens = 0
 
     @property
     def is_enough(self) -> bool:
@@ -112,15 +126,8 @@ class _Count:
             and tokens >= _SURPLUS * (needed.tokens or 0)
         )
 
-    def until_enough(self, texts: list[str | None]) -> Iterator[str | None]:
-        """The texts, up to the one after which `is_enough`."""
-        for text in texts:
-            yield text
-            self._add(text)
-            if self.is_enough:
-                return
-
-    def _add(self, text: str | None) -> None:
+    def add(self, text: str | None) -> None:
+        """Count a document."""
         if self._judge.reason(text) is not None:
             return
         if held_out(text, self._needed.percentage):
@@ -194,14 +201,18 @@ def passing(
         documents = cached_texts(*_identity(corpus, needed, tokenizer), _fetched(corpus, needed, tokenizer, name))
     else:
         documents = _load(corpus, source)
-    batches = documents.select_columns(["text"]).iter(_READ_TOGETHER)
-    kept, dropped = keep((text for rows in batches for text in rows["text"]), corpus)
+    kept, dropped = keep(_texts(documents), corpus)
     if not kept:
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
         raise ValueError(
             f"{source} has no document to read ({reasons or 'it is empty'}): check its split and filters."
         )
     return documents.select(kept), dropped
+
+
+def _texts(documents: Dataset) -> Iterator[str | None]:
+    for rows in documents.select_columns(["text"]).iter(_READ_TOGETHER):
+        yield from rows["text"]
 
 
 def _split(
@@ -235,12 +246,12 @@ def check_cache(
 
     shards: the folder for their shards, whose size counts if it is on the same disk.
     """
-    streams = [corpus for corpus in corpora if corpus.streaming]
-    needed = sum(
-        BYTES_PER_TOKEN * (corpus.max_tokens or 0)
-        for corpus in streams
-        if not cache_path(*_identity(corpus, needed_of(corpus, percentage, seed), tokenizer)).exists()
-    )
+    needed = 0
+    for corpus in corpora:
+        if corpus.streaming and corpus.max_tokens is not None:
+            identity = _identity(corpus, needed_of(corpus, percentage, seed), tokenizer)
+            if not cache_path(*identity).exists():
+                needed += BYTES_PER_TOKEN * corpus.max_tokens
     if not needed:
         return
     cache = writable_cache()

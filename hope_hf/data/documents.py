@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
@@ -21,7 +21,9 @@ from hope_hf.common.process import first_line
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
 from .chat_template import ChatTemplate
 from .config import DataConfig
-from .files import chat_column, find_files, is_saved, load_files, load_saved, read_stream, text_column
+from .file_names import find_files
+from .files import chat_column, load_files, read_stream, text_column
+from .saved_folder import is_saved, load_saved
 
 # Left out: test packages (mostly data and expected outputs), installed packages (site-packages), modules that some
 # distributions of Python split off or later versions dropped (the corpus should be nearly the same everywhere), tables
@@ -31,6 +33,10 @@ _LEFT_OUT = frozenset(
     "idlelib tkinter turtledemo ensurepip distutils lib2to3 encodings pydoc_data".split()
 )
 _GENERATED = ("config-", "_sysconfigdata")
+# Where one long text may be split, with the blanks that follow.
+_BLANK_LINES = re.compile(r"\n[ \t\r]*+\n\s*+")
+_LINE_END = re.compile(r"\n\s*+")
+_SPACE = re.compile(r"\s++")
 HELD_OUT_OF_A_STREAM = 256
 """Validation documents of a stream without a limit."""
 
@@ -51,9 +57,12 @@ def corpus_documents() -> list[tuple[str, str]]:
     topics = root / "pydoc_data" / "topics.py"
     if not documents or not topics.is_file():
         raise ValueError(f"This Python has no standard library sources in {root}: name a text with --train_file.")
-    (table,) = (node.value for node in ast.parse(topics.read_text("utf-8")).body if isinstance(node, ast.Assign))
-    documents |= {f"pydoc_data/topics/{name}": text for name, text in ast.literal_eval(table).items()}
-    return [(name, documents[name]) for name in sorted(documents) if documents[name].strip()]
+    for node in ast.parse(topics.read_text("utf-8")).body:
+        # The one assignment of the file is a table of chapters.
+        if isinstance(node, ast.Assign):
+            for name, text in ast.literal_eval(node.value).items():
+                documents[f"pydoc_data/topics/{name}"] = text
+    return [(name, text) for name, text in sorted(documents.items()) if text.strip()]
 
 
 def held_out(key: str, percentage: float) -> bool:
@@ -68,14 +77,16 @@ def split_documents(keys: Iterable[str], percentage: float) -> tuple[list[int], 
     removing documents moves no other one. Blank keys belong to neither side.
     """
     shares = {index: _share(key) for index, key in enumerate(keys) if key and not key.isspace()}
-    if not shares:
-        return [], []
-    lowest, highest = min(shares.values()), max(shares.values())
-    # Of a few documents, none or all may be below the percentage: the lowest is always held out, the highest never is.
-    train, validation = [], []
+    lowest = min(shares.values(), default=0)
+    highest = max(shares.values(), default=0)
+    train = []
+    validation = []
     for index, share in shares.items():
-        held = share != highest and (share < percentage / 100 or share == lowest)
-        (validation if held else train).append(index)
+        # Of a few documents none or all may be below the percentage: the lowest is always held out, the highest never.
+        if share != highest and (share < percentage / 100 or share == lowest):
+            validation.append(index)
+        else:
+            train.append(index)
     return train, validation
 
 
@@ -103,17 +114,13 @@ def open_sources(config: DataConfig, template: ChatTemplate | None = None) -> So
     if config.dataset_name:
         train, held, description = _from_hub(config, template)
     elif config.train_file:
-        files = find_files(config.train_file, "--train_file")
-        train = load_files(files, "--train_file", config.streaming, **_columns(config, template))
-        named = shown_names(config.train_file)
-        description = f"{named} ({len(files)} files)" if len(files) > 1 else named
+        train, description = _load(config.train_file, "--train_file", config, template, streaming=config.streaming)
     else:
         if config.streaming:
             warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
         train, description = builtin_corpus(), "built-in corpus"
     if config.validation_file:
-        files = find_files(config.validation_file, "--validation_file", "validation")
-        held = load_files(files, "--validation_file", **_columns(config, template))
+        held, _ = _load(config.validation_file, "--validation_file", config, template, split="validation")
         description += f", validation {shown_names(config.validation_file)}"
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
@@ -125,14 +132,20 @@ def open_sources(config: DataConfig, template: ChatTemplate | None = None) -> So
     return Sources(_first(train, config.max_train_samples), _first(held, config.max_eval_samples), description)
 
 
-def _columns(config: DataConfig, template: ChatTemplate | None) -> dict:
-    """What `load_files` is told of the rows of files."""
-    return {
-        "column": config.text_column,
-        "on_bad_rows": config.on_bad_rows,
-        "chats": config.assistant_only_loss,
-        "template": template,
-    }
+def _load(
+    names: str | list[str],
+    flag: str,
+    config: DataConfig,
+    template: ChatTemplate | None,
+    split: str = "train",
+    streaming: bool = False,
+) -> tuple[Dataset | IterableDataset, str]:
+    """The documents of files, and for people what they are."""
+    files = find_files(names, flag, split)
+    documents = load_files(
+        files, flag, streaming, config.text_column, config.on_bad_rows, config.assistant_only_loss, template
+    )
+    return documents, f"{shown_names(names)} ({len(files)} files)" if len(files) > 1 else shown_names(names)
 
 
 def training_source(config: DataConfig) -> str:
@@ -152,9 +165,9 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     Raises ValueError that names `source` if it cannot be loaded.
     """
     if is_saved(name):
-        if config_name or options.get("data_dir"):
-            named = "data_dir" if options.get("data_dir") else "dataset_config_name"
-            raise ValueError(f"{source} is a folder of save_to_disk, which has no {named}: leave it out.")
+        for option, value in (("data_dir", options.get("data_dir")), ("dataset_config_name", config_name)):
+            if value:
+                raise ValueError(f"{source} is a folder of save_to_disk, which has no {option}: leave it out.")
         return load_saved(name, source, split, options.get("streaming", False))
     if is_missing(name) or (not os.path.exists(name) and not is_hub_name(name)):
         raise ValueError(f"{' '.join(source.split())} is neither a folder nor a data set's name on the Hub: check it.")
@@ -165,29 +178,29 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
     try:
         return load_dataset(name, config_name, split=split, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        if isinstance(error, SplitsVerificationError):
-            raise ValueError(
-                f"{source} has other splits or row counts than its README.md states, perhaps because the "
-                "copy is incomplete: copy the rest, or name its files instead."
-            ) from error
-        if "Config name is missing" in str(error):
-            names = str(error).splitlines()[1].partition(": ")[2]
-            raise ValueError(
-                f"{source} has several configurations: name one of {names} (dataset_config_name)."
-            ) from error
-        if "scripts are no longer supported" in str(error):
-            raise ValueError(
-                f"{source} needs its program {str(error).split()[-1]}, which is not run: name its files instead."
-            ) from error
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
-            raise ValueError(
-                f"{source} could not be stored, {cause.filename or 'the cache'} cannot be written ({cause.strerror}): "
-                "name a folder with room in HF_HOME."
-            ) from error
-        raise ValueError(
-            f"{source} could not be loaded, check its name and the connection: {first_line(cause)}"
-        ) from error
+        raise ValueError(f"{source} {_reason_and_fix(error)}") from error
+
+
+def _reason_and_fix(error: Exception) -> str:
+    """Why `load_dataset` failed, and what helps."""
+    message = str(error)
+    cause = error.__cause__ or error
+    if isinstance(error, SplitsVerificationError):
+        return (
+            "has other splits or row counts than its README.md states, perhaps because the copy is incomplete: copy "
+            "the rest, or name its files instead."
+        )
+    if "Config name is missing" in message:
+        names = message.splitlines()[1].partition(": ")[2]
+        return f"has several configurations: name one of {names} (dataset_config_name)."
+    if "scripts are no longer supported" in message:
+        return f"needs its program {message.split()[-1]}, which is not run: name its files instead."
+    if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+        return (
+            f"could not be stored, {cause.filename or 'the cache'} cannot be written ({cause.strerror}): name a "
+            "folder with room in HF_HOME."
+        )
+    return f"could not be loaded, check its name and the connection: {first_line(cause)}"
 
 
 def _from_hub(config: DataConfig, template: ChatTemplate | None):
@@ -210,12 +223,12 @@ def split_training(documents: Dataset, percentage: float, source: str, chats: bo
     A single document is split in two, unless it is a chat.
     """
     key = "name" if "name" in documents.column_names else "text"
-    keys = (row[key] for row in documents.select_columns([key]))
-    train, held = split_documents(keys, percentage)
+    train, held = split_documents(documents[key], percentage)
     if not train:
         raise ValueError(f"{source} holds no text: give a file with text.")
     if held:
-        return documents.select(train).select_columns(["text"]), documents.select(held).select_columns(["text"])
+        texts = documents.select_columns(["text"])
+        return texts.select(train), texts.select(held)
     if chats:
         raise ValueError(
             f"{source} holds one chat, or the same chat several times, of which none can be held out for validation: "
@@ -238,17 +251,29 @@ def _two_parts(text: str, percentage: float) -> tuple[str, str] | None:
     A book in one file is the usual case: its paragraphs stay together as one document on each side.
     """
     # Blanks before the first word and after the last one do not count.
-    begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    begin = len(text) - len(text.lstrip())
+    end = len(text.rstrip())
     target = round(len(text) * (1 - percentage / 100))
     room = min(target - begin, end - target) / 2
-    near, blank = target - room, r"\n[ \t\r]*+\n\s*+"
-    tries = [(pattern, near, target + room) for pattern in (blank, r"\n\s*+", r"\s++")]
-    for pattern, first, last in (*tries, (blank, begin, end)):
-        breaks = re.compile(pattern).finditer(text, max(begin, int(first)), end)
-        cuts = takewhile(lambda cut, last=last: cut <= last, (match.end() for match in breaks))
-        if cut := min(cuts, key=lambda cut: abs(cut - target), default=None):
+    first = max(begin, int(target - room))
+    for pattern in (_BLANK_LINES, _LINE_END, _SPACE):
+        cut = _nearest_break(text, pattern, first, end, target + room, target)
+        if cut:
             return text[:cut], text[cut:]
-    return None
+    cut = _nearest_break(text, _BLANK_LINES, begin, end, end, target)
+    return (text[:cut], text[cut:]) if cut else None
+
+
+def _nearest_break(text: str, pattern: re.Pattern, first: int, end: int, last: float, target: int) -> int | None:
+    """The end of the match nearest to `target`, of those that begin at `first` or later and end by `last`."""
+    nearest = None
+    for match in pattern.finditer(text, first, end):
+        cut = match.end()
+        if cut > last:
+            break
+        if nearest is None or abs(cut - target) < abs(nearest - target):
+            nearest = cut
+    return nearest
 
 
 def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):
@@ -257,8 +282,8 @@ def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None
         held = train.filter(lambda row: held_out(row["text"] or "", percentage))
         train = train.filter(lambda row: not held_out(row["text"] or "", percentage))
     if isinstance(held, IterableDataset):
-        count = config.max_eval_samples or HELD_OUT_OF_A_STREAM
-        texts = [row["text"] for row in islice(read_stream(held, training_source(config)), count)]
+        rows = read_stream(held, training_source(config))
+        texts = [row["text"] for row in islice(rows, config.max_eval_samples or HELD_OUT_OF_A_STREAM)]
         if not texts:
             raise ValueError(
                 f"--streaming found no document to hold out among {percentage:g} % of {_flag(config)}: "

@@ -29,12 +29,15 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
 
     Text that spells a special token is encoded as ordinary text.
     """
-    start, encode_all = document_start(tokenizer), _fast(tokenizer) or _slow(tokenizer)
+    start = document_start(tokenizer)
     end = [] if start == tokenizer.eos_token_id else [tokenizer.eos_token_id]
+    encode_all = _fast(tokenizer) or _slow(tokenizer)
 
     def encode(texts: Sequence[str | None]) -> list[list[int]]:
-        texts = [text for text in texts if text and not text.isspace()]
-        return [[start, *row, *end] for group in _groups(texts) for row in encode_all(group)]
+        rows = []
+        for group in _groups([text for text in texts if text and not text.isspace()]):
+            rows += [[start, *row, *end] for row in encode_all(group)]
+        return rows
 
     return encode
 
@@ -56,9 +59,12 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before a prompt."""
-    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    places = range(len(whole) - len(text) + 1)
-    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    prompt = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for place in range(len(prompt) - len(text) + 1):
+        if prompt[place : place + len(text)] == text:
+            return prompt[:place]
+    return []
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = False) -> list[int]:
@@ -78,11 +84,13 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = Fals
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:
-    group, characters = [], 0
+    group = []
+    characters = 0
     for text in texts:
         if group and characters + len(text) > _TOGETHER:
             yield group
-            group, characters = [], 0
+            group = []
+            characters = 0
         group.append(text)
         characters += len(text)
     if group:
@@ -115,13 +123,17 @@ def _slow(tokenizer: PreTrainedTokenizerBase):
 
 def _in_windows(backend: Tokenizer, text: str) -> list[int]:
     """The ids of a text of any length."""
-    ids, first, cut = [], 0, WINDOW
+    ids = []
+    # The first token of the window that is not in `ids`, and the place about which the next window is joined.
+    first = 0
+    cut = WINDOW
     window = _Window(backend, text, 0, cut + MARGIN)
     while cut < len(text):
         following = _Window(backend, text, cut - MARGIN, cut + WINDOW + MARGIN)
-        here, there = window.joints(cut), following.joints(cut)
-        place = min(here & there or here or {cut}, key=lambda place: abs(place - cut))
-        if place not in here & there:
+        begins = window.token_starts(cut)
+        begins_of_both = begins & following.token_starts(cut)
+        place = min(begins_of_both or begins or {cut}, key=lambda place: abs(place - cut))
+        if place not in begins_of_both:
             # One token spans thousands of characters, or the same few characters repeat endlessly.
             warn_once(
                 f"A text has more than {MARGIN:,} characters without the end of a word: it is encoded in windows, "
@@ -129,7 +141,9 @@ def _in_windows(backend: Tokenizer, text: str) -> list[int]:
             )
             following = _Window(backend, text, place, cut + WINDOW + MARGIN)
         ids += window.ids[first : window.index(place)]
-        window, first, cut = following, following.index(place), cut + WINDOW
+        window = following
+        first = following.index(place)
+        cut += WINDOW
     return ids + window.ids[first:]
 
 
@@ -145,6 +159,7 @@ class _Window:
         """How many tokens begin before a place."""
         return bisect_left(self._starts, place)
 
-    def joints(self, cut: int) -> set[int]:
+    def token_starts(self, cut: int) -> set[int]:
         """Places around the cut, far from the ends of the window, where a token begins."""
-        return set(self._starts[max(1, self.index(cut - MARGIN // 2)) : self.index(cut + MARGIN // 2)])
+        first = max(1, self.index(cut - MARGIN // 2))
+        return set(self._starts[first : self.index(cut + MARGIN // 2)])

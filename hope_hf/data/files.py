@@ -1,71 +1,42 @@
-"""Local files: found, checked and read as documents, a part at a time, so that a file of any size fits into memory.
+"""Documents of local files and data sets, a part at a time, so that a file of any size fits into memory.
 
 In .json, .jsonl, .csv, .tsv, .parquet and .arrow a document is a row. In .txt it is the file, or the text between
 lines that hold only `<|endoftext|>` if there are any. A folder that `Dataset.save_to_disk` wrote is read, too.
 
-Files are opened by their exact names: nothing in a name is a pattern or a URL. Only the text column of a table is
-read, so the other columns may be of any type and may differ between files.
+Only the text column of a table is read, so the other columns may be of any type and may differ between files.
 
 A row is bad if it cannot be parsed or its text is missing or no string. In what is read, a null stands for it.
 """
 
-import glob
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet
-from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset, Features, IterableDataset, Value
 
-from hope_hf.common.files import is_inside, read_object
-from hope_hf.common.flags import as_list
 from hope_hf.common.process import first_line, warn_once
 
 from .cache import cached_texts
 from .chat_template import ChatTemplate
 from .chats import COLUMNS, TOOLS, BadChat, chat_text, choose_chat_column, column_option, of_table
-from .compressed import CODECS, open_bytes, unpacked, unpacked_name
-from .csv_files import csv_columns, csv_has_no_rows, csv_texts
-from .json_files import (
+from .csv_files import csv_columns, csv_texts
+from .document_file import (
+    WRONG_CONTENT,
     BadRow,
+    Columns,
     UnreadableText,
-    check_json,
-    json_columns,
-    json_has_no_rows,
-    json_rows,
-    json_texts,
-)  # fmt: skip
-from .text_files import UndecodableByte, text_texts
+    as_arrays,
+    errors_of_content,
+    kind_of,
+    open_document_file,
+)
+from .json_files import json_columns, json_rows, json_texts
+from .table_files import Table, is_string
+from .text_files import documents_of_text
 
-_KINDS = {
-    ".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-    ".arrow": "arrow",
-}  # fmt: skip
-# Archives may hold several files; pyarrow does not unpack .xz.
-_ARCHIVES = (".xz", ".zip", ".7z", ".tar", ".tgz")
-# The files of a folder that `save_to_disk` wrote.
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
-# Errors that datasets, pyarrow and json raise for a file's content; RuntimeError: for example, too deep nesting.
-_WRONG_CONTENT = (
-    DatasetGenerationError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError
-)  # fmt: skip
-# Number of table rows that are read together.
-_ROWS = 100
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a table."""
-
-    names: list[str]
-    strings: list[str]
-    """Columns of strings or, in JSON, of nulls only."""
-    texts: list[str]
-    """Columns of strings that are neither dates nor empty; a single one is the text, whatever its name."""
+_TEXT = Features({"text": Value("string")})
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 @dataclass(frozen=True)
@@ -83,53 +54,9 @@ class Reading:
     template: ChatTemplate | None = None
 
     @property
-    def what(self) -> tuple:
-        """What decides the texts of given files, for the cache."""
+    def cache_key(self) -> tuple:
+        """What decides the texts of given files."""
         return self.column, self.skip, self.template.source if self.template else self.chats
-
-
-def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
-    """The files that paths and glob patterns name, each once, the matches of a pattern sorted and all of one kind.
-
-    A name that exists is no pattern, whatever characters it has; nor are existing folders at its beginning. A folder
-    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Files without rows among others are left
-    out, with a warning. Raises ValueError naming `flag` and file.
-    """
-    paths = list(dict.fromkeys(path for name in as_list(names) for path in _expand(name, flag, split)))
-    empty = [path for path in paths if _has_no_rows(path)]
-    if len(empty) == len(paths):
-        what = "holds no rows with text" if os.path.getsize(empty[0]) else "is empty"
-        raise ValueError(f"{flag} {empty[0]} {what}: give a file with text.")
-    if empty:
-        first = f"{empty[0]} is" if len(empty) == 1 else f"{empty[0]} and {len(empty) - 1:,} more are"
-        warn_once(f"{flag}: {first} empty and left out, {len(paths) - len(empty):,} of {len(paths):,} files are read.")
-    return [path for path in paths if path not in set(empty)]
-
-
-def _expand(name: str, flag: str, split: str) -> list[str]:
-    """The files of one path or pattern."""
-    if os.path.isdir(name):
-        if not is_saved(name):
-            example = os.path.join(name, "*.txt")
-            raise ValueError(f"{flag} {name} is a folder: name its files, for example {example}")
-        paths = saved_files(name, f"{flag} {name}", split)
-    elif os.path.exists(name):
-        paths = [name]
-    else:
-        paths = sorted(filter(os.path.isfile, _glob(name)))
-    if not paths:
-        kind = "matches no file" if glob.has_magic(name) else "does not exist"
-        raise ValueError(f"{flag} {name} {kind}: check the path.")
-    for path in paths:
-        _check(path, flag)
-    if len({kind_of(path) for path in paths}) > 1:
-        raise ValueError(f"{flag} {name} matches files of several kinds: name those of one kind, such as '*.txt'.")
-    return paths
-
-
-def size_of_files(names: str | list[str], flag: str) -> int:
-    """Bytes of the files that `find_files` finds, as they lie on the disk."""
-    return sum(map(os.path.getsize, find_files(names, flag)))
 
 
 def load_files(
@@ -155,25 +82,30 @@ def load_files(
         raise ValueError(f"{flag} {paths[0]} has no columns, and text_column names one: leave it out.")
     reading = Reading(flag, column, on_bad_rows == "skip", chats, template)
     if chats:
-        if others := [path for path in paths if kind_of(path) not in _OBJECTS]:
-            raise ValueError(f"{flag} {others[0]} has no lists of messages: give chats as .jsonl, .json or .parquet.")
-        if column is None:
-            # All other files must have the first file's column.
-            names = _columns_of(paths[0], flag, reading.skip).names
-            reading = replace(reading, column=choose_chat_column(names, f"{flag} {paths[0]}"))
+        reading = replace(reading, column=_column_of_chats(paths, reading))
     else:
         for path in tables:
             # All other files must have the first file's column.
-            chosen = choose_column(_columns_of(path, flag, reading.skip), f"{flag} {path}", reading.column)
+            chosen = choose_column(_columns_of(path, reading), f"{flag} {path}", reading.column)
             reading = replace(reading, column=chosen)
     if streaming:
         # No list: of a list, each rank of several would read files of its own, whatever documents they hold.
-        options = {"paths": tuple(paths), "reading": reading}
-        return IterableDataset.from_generator(_rows, Features({"text": Value("string")}), gen_kwargs=options)
-    texts = (texts for path in paths for texts in _read_texts(path, reading))
-    found = cached_texts(paths, reading.what, texts)
-    _warn_of_bad_rows(flag, found.data.column("text").null_count, len(found))
-    return found
+        return IterableDataset.from_generator(_rows, _TEXT, gen_kwargs={"paths": tuple(paths), "reading": reading})
+    documents = cached_texts(paths, reading.cache_key, _texts_of_files(paths, reading))
+    _warn_of_bad_rows(flag, documents.data.column("text").null_count, len(documents))
+    return documents
+
+
+def _column_of_chats(paths: list[str], reading: Reading) -> str:
+    for path in paths:
+        if kind_of(path) in ("text", *_DELIMITERS):
+            raise ValueError(
+                f"{reading.flag} {path} has no lists of messages: give chats as .jsonl, .json or .parquet."
+            )
+    if reading.column is not None:
+        return reading.column
+    # All other files must have the first file's column.
+    return choose_chat_column(_columns_of(paths[0], reading).names, f"{reading.flag} {paths[0]}")
 
 
 def _warn_of_bad_rows(flag: str, bad: int, count: int) -> None:
@@ -187,7 +119,7 @@ def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
         yield from rows
     except UnreadableText:
         raise
-    except _WRONG_CONTENT as error:
+    except WRONG_CONTENT as error:
         raise ValueError(
             f"{source} cannot be read to its end, check the file or the connection: {first_line(error)}"
         ) from error
@@ -202,10 +134,12 @@ def text_column(
     """
     if dataset.features is None:
         row = next(iter(dataset), {})
-        names, strings = list(row), [name for name, value in row.items() if isinstance(value, str)]
+        names = list(row)
+        strings = [name for name, value in row.items() if isinstance(value, str)]
     else:
-        names, schema = list(dataset.features), dataset.features.arrow_schema
-        strings = [name for name in names if _is_string(schema.field(name).type)]
+        schema = dataset.features.arrow_schema
+        names = list(dataset.features)
+        strings = [name for name in names if is_string(schema.field(name).type)]
     name = choose_column(Columns(names, strings, strings), source, column)
     dataset = dataset.select_columns([name])
     return dataset if name == "text" else dataset.rename_column(name, "text")
@@ -226,15 +160,15 @@ def chat_column(
     reading = Reading(source, choose_chat_column(names, source, column), skip, chats=True, template=template)
 
     def text_of(row: dict, index: int) -> dict:
-        with _in_sentences(None, source):
+        with errors_of_content(source, flag=source, kind="chats"):
             return {"text": _text_of_chat(of_table(row, reading.column), index + 1, reading)}
 
-    # A stream stays without types: until datasets 5 the filter of a typed map fails.
-    typed = {} if isinstance(dataset, IterableDataset) else {"features": Features({"text": Value("string")})}
-    found = dataset.map(text_of, with_indices=True, remove_columns=names, **typed)
-    if not isinstance(found, IterableDataset):
-        _warn_of_bad_rows(source, found.data.column("text").null_count, len(found))
-    return found
+    if isinstance(dataset, IterableDataset):
+        # Without types: until datasets 5 the filter of a typed map fails.
+        return dataset.map(text_of, with_indices=True, remove_columns=names)
+    texts = dataset.map(text_of, with_indices=True, remove_columns=names, features=_TEXT)
+    _warn_of_bad_rows(source, texts.data.column("text").null_count, len(texts))
+    return texts
 
 
 def choose_column(columns: Columns, source: str, column: str | None = None) -> str:
@@ -243,9 +177,9 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
     Raises ValueError naming `source` if there is no such column, or more than one.
     """
     names = ", ".join(sorted(columns.names))
-    if column is not None and column not in columns.strings:
-        raise ValueError(f"{source} has no column {column!r} of strings among {names}.")
     if column is not None:
+        if column not in columns.strings:
+            raise ValueError(f"{source} has no column {column!r} of strings among {names}.")
         return column
     if "text" in columns.strings:
         return "text"
@@ -253,138 +187,36 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
         raise ValueError(f"{source} has no column 'text' of strings: give every row a text in quotes.")
     if len(columns.texts) != 1:
         option = column_option(source)
-        chats = " or train on the chats with --assistant_only_loss" if {*COLUMNS} & {*columns.names} else ""
+        has_chats = not set(COLUMNS).isdisjoint(columns.names)
+        chats = " or train on the chats with --assistant_only_loss" if has_chats else ""
         raise ValueError(f"{source} has no column 'text' among {names}: name one with {option}{chats}.")
     return columns.texts[0]
 
 
-def kind_of(path: str) -> str | None:
-    """The kind of a file by the end of its name, without that of its compression: text, json, csv, parquet, arrow."""
-    return _KINDS.get(Path(unpacked_name(path)).suffix.lower())
-
-
-def is_saved(folder: str) -> bool:
-    """Whether `save_to_disk` wrote it, of one data set or of several splits."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
-
-
-def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):
-    """A saved data set, mapped into memory: all splits as a dict, or one; without splits it counts as `train`.
-
-    Raises ValueError that names `source`.
-    """
-    if split not in (None, "train") and not _splits(folder, source):
-        raise ValueError(f"{source} has no splits, and split names {split}: leave it out.")
-    if split is None:
-        return {split: load_saved(folder, source, split, streaming) for split in _splits(folder, source) or ["train"]}
-    files = saved_files(folder, source, split)
-    try:
-        dataset = concatenate_datasets([Dataset.from_file(file) for file in files])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source} cannot be read, save the data set again: {error}") from error
-    return dataset.to_iterable_dataset(num_shards=len(files)) if streaming else dataset
-
-
-def saved_files(folder: str, source: str, split: str) -> list[str]:
-    """The .arrow files of a data set, or of its `split` if it has splits. Raises ValueError that names `source`."""
-    path, splits = Path(folder), _splits(folder, source)
-    if splits and split not in splits:
-        raise ValueError(f"{source} has no split {split!r}: name one of its folders, {', '.join(splits)}.")
-    if splits:
-        path = path / split
-    state = read_object(path / _STATE, f"{source}:", "save the data set again")
-    try:
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (KeyError, TypeError):
-        names = [None]
-    if not names or not all(is_inside(name) and (path / name).is_file() for name in names):
-        raise ValueError(f"{source}: {path / _STATE} names files that are not there: save the data set again.")
-    return [str(path / name) for name in names]
-
-
-def _splits(folder: str, source: str) -> list[str]:
-    file = Path(folder) / _SPLITS
-    if not file.is_file():
-        return []
-    splits = read_object(file, f"{source}:", "save the data set again").get("splits")
-    if not isinstance(splits, list) or not splits or not all(map(is_inside, splits)):
-        raise ValueError(f"{source}: {file} names no splits: save the data set again.")
-    return splits
-
-
-def _glob(pattern: str) -> Iterator[str]:
-    # Characters in the names of existing folders are not meant as a pattern.
-    folder = os.path.dirname(pattern)
-    while folder and not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    return glob.iglob(glob.escape(folder) + pattern[len(folder) :], recursive=True)
-
-
-def _check(path: str, flag: str) -> None:
-    ending = Path(unpacked_name(path)).suffix.lower()
-    if ending in _ARCHIVES:
-        raise ValueError(f"{flag} {path} is compressed: unpack it, and name the files that were in it.")
-    if kind_of(path) is None:
-        kinds, packed = ", ".join(_KINDS), ", ".join(CODECS)
-        raise ValueError(f"{flag} {path} is none of {kinds}, nor one of these as {packed}: convert or rename it.")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
-
-
-def _has_no_rows(path: str) -> bool:
-    """Whether a file is empty, or a table without rows, as Spark and pandas write them."""
-    if os.path.getsize(path) == 0:
-        return True
-    kind = kind_of(path)
-    try:
-        if kind == "json":
-            return json_has_no_rows(path)
-        if kind == "csv":
-            return csv_has_no_rows(path)
-        if kind == "text":
-            with open_bytes(path) as file:
-                return not file.read(1)
-        with unpacked(path) as plain, pa.memory_map(plain) as file:
-            if kind == "parquet":
-                return _parquet(file).metadata.num_rows == 0
-            return not any(batch.num_rows for batch in _arrow(file)[1])
-    except _WRONG_CONTENT:
-        # Reading it reports what is wrong.
-        return False
-
-
-def _columns_of(path: str, flag: str, skip: bool) -> Columns:
+def _columns_of(path: str, reading: Reading) -> Columns:
     """The columns of a file of rows (not .txt). Raises UnreadableText."""
-    kind = kind_of(path)
-    with _in_sentences(path, flag):
+    with _errors_of(path, reading), open_document_file(path) as (kind, stream):
         if kind == "json":
-            if not skip:
-                check_json(path, flag)
-            return Columns(*json_columns(path, skip))
-        if kind == "csv":
-            return Columns(*csv_columns(path))
-        with unpacked(path) as plain, pa.memory_map(plain) as file:
-            schema = _parquet(file).schema_arrow if kind == "parquet" else _arrow(file)[0]
-        strings = [field.name for field in schema if _is_string(field.type)]
-        return Columns(schema.names, strings, strings)
+            return json_columns(stream, reading.skip)
+        if kind in _DELIMITERS:
+            return csv_columns(stream, _DELIMITERS[kind])
+        return Table(kind, stream).columns()
 
 
-def _is_string(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds strings, in any encoding."""
-    if pa.types.is_dictionary(kind):
-        return _is_string(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+def _errors_of(path: str, reading: Reading):
+    return errors_of_content(f"{reading.flag} {path}", reading.flag, kind_of(path))
 
 
-def _read_texts(path: str, reading: Reading) -> Iterator[pa.Array]:
+def _texts_of_files(paths: Iterable[str], reading: Reading) -> Iterator[pa.Array]:
+    for path in paths:
+        yield from _texts_of_file(path, reading)
+
+
+def _texts_of_file(path: str, reading: Reading) -> Iterator[pa.Array]:
     """The texts of a file in their order, as arrays of strings. Raises UnreadableText if reading fails."""
-    with _in_sentences(path, reading.flag):
-        if reading.chats:
-            arrays = _chats(path, reading)
-        else:
-            arrays = _READERS[kind_of(path)](path, reading.column, reading.skip)
+    with _errors_of(path, reading), open_document_file(path) as (kind, stream):
         count = 0
-        for texts in arrays:
+        for texts in _arrays(kind, stream, reading):
             # pyarrow's readers do not check that strings are UTF-8.
             texts.validate(full=True)
             if texts.null_count and not reading.skip:
@@ -394,91 +226,36 @@ def _read_texts(path: str, reading: Reading) -> Iterator[pa.Array]:
             yield texts
 
 
-@contextmanager
-def _in_sentences(path: str | None, flag: str) -> Iterator[None]:
-    """Errors in the body become UnreadableText, which names the flag and the file; `flag` alone for a data set."""
-    name = flag if path is None else f"{flag} {path}"
-    try:
-        yield
-    except UnreadableText:
-        raise
-    except UndecodableByte as error:
-        raise UnreadableText(f"{name} is not UTF-8 text (byte {error.args[0]}): convert it.") from error
-    except BadRow as error:
-        number, reason = error.args
-        option = "--on_bad_rows skip" if flag.startswith("--") else "on_bad_rows: skip"
-        raise UnreadableText(
-            f"{name}, row {number:,}, {reason}: correct it, or leave out bad rows with {option}."
-        ) from error
-    except _WRONG_CONTENT as error:
-        reason = first_line(error)
-        if isinstance(error, UnicodeDecodeError) or "UTF8" in reason:
-            raise UnreadableText(f"{name} is not UTF-8 text: convert it.") from error
-        if isinstance(error, OSError) and error.errno:
-            raise UnreadableText(f"{name} cannot be read: {error.strerror}.") from error
-        kind = "chats" if path is None else kind_of(path)
-        raise UnreadableText(f"{name} cannot be read as {kind}, write it again: {reason}") from error
-
-
-def _parquet(file: pa.NativeFile) -> pyarrow.parquet.ParquetFile:
-    # Read page by page, since a group of rows may be larger than the memory.
-    return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-
-
-def _parquet_batches(path: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    with unpacked(path) as plain, pa.OSFile(plain) as file:
-        yield from _parquet(file).iter_batches(_ROWS, columns=columns)
-
-
-def _arrow(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Schema and batches of Arrow's stream format, which `datasets` writes, or of its file format."""
-    is_stream = file.read(6) != b"ARROW1"
-    file.seek(0)
-    reader = (pa.ipc.open_stream if is_stream else pa.ipc.open_file)(file)
-    batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-    return reader.schema, iter(batches)
-
-
-def _arrow_batches(path: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    with unpacked(path) as plain, pa.memory_map(plain) as file:
-        for batch in _arrow(file)[1]:
-            yield batch.select(columns)
-
-
-_BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
-# Kinds of files that may hold lists.
-_OBJECTS = ("json", *_BATCHES)
-
-
-def _as_texts(path: str, column: str, _) -> Iterator[pa.Array]:
-    for batch in _BATCHES[kind_of(path)](path, [column]):
-        yield batch.column(0).cast(pa.string())
-
-
-def _chats(path: str, reading: Reading) -> Iterator[pa.Array]:
-    """The chats of a file as arrays of texts, with nulls for bad rows where these are skipped."""
-    number = 0
-    for rows in _rows_of_chats(path, reading):
-        texts = [_text_of_chat(row, number, reading) for number, row in enumerate(rows, number + 1)]
-        number += len(rows)
-        yield pa.array(texts, pa.string())
-
-
-def _rows_of_chats(path: str, reading: Reading) -> Iterator[list[dict | None]]:
-    """The rows of a file, some together; None for one that is no object."""
-    kind = kind_of(path)
+def _arrays(kind: str, stream: BinaryIO, reading: Reading) -> Iterator[pa.Array]:
+    column = reading.column
+    if reading.chats:
+        return as_arrays(_texts_of_chats(kind, stream, reading))
+    if kind == "text":
+        return as_arrays(documents_of_text(stream))
     if kind == "json":
-        yield from json_rows(path)
-        return
-    there = _columns_of(path, reading.flag, reading.skip).names
-    columns = [name for name in dict.fromkeys((reading.column, TOOLS)) if name in there]
-    for batch in _BATCHES[kind](path, columns):
-        yield [of_table(row, reading.column) for row in batch.to_pylist()]
+        return json_texts(stream, column, reading.skip)
+    if kind in _DELIMITERS:
+        return csv_texts(stream, _DELIMITERS[kind], column, reading.skip)
+    return Table(kind, stream).texts(column)
 
 
-def _text_of_chat(row: dict | None, number: int, reading: Reading) -> str | None:
+def _texts_of_chats(kind: str, stream: BinaryIO, reading: Reading) -> Iterator[str | None]:
+    """The chats of a file as texts, with None for bad rows where these are skipped."""
+    rows = json_rows(stream, reading.skip) if kind == "json" else _rows_of_table(kind, stream, reading)
+    for number, row in enumerate(rows, start=1):
+        yield _text_of_chat(row or {}, number, reading)
+
+
+def _rows_of_table(kind: str, stream: BinaryIO, reading: Reading) -> Iterator[dict]:
+    table = Table(kind, stream)
+    columns = [name for name in dict.fromkeys((reading.column, TOOLS)) if name in table.schema.names]
+    for batch in table.batches(columns):
+        for row in batch.to_pylist():
+            yield of_table(row, reading.column)
+
+
+def _text_of_chat(row: dict, number: int, reading: Reading) -> str | None:
     """The chat of a row as text; of a bad row, None if it is skipped, and otherwise BadRow."""
-    row = row or {}
     try:
         return chat_text(row.get(reading.column), row.get(TOOLS), reading.template)
     except BadChat as error:
@@ -487,13 +264,13 @@ def _text_of_chat(row: dict | None, number: int, reading: Reading) -> str | None
         raise BadRow(number, f"{error} in the column {reading.column!r}") from error
 
 
-_READERS = {"text": text_texts, "json": json_texts, "csv": csv_texts, "parquet": _as_texts, "arrow": _as_texts}
-
-
 def _rows(paths: tuple[str, ...], reading: Reading) -> Iterator[dict[str, str]]:
-    count = bad = 0
-    for path in paths:
-        for texts in _read_texts(path, reading):
-            count, bad = count + len(texts), bad + texts.null_count
-            yield from ({"text": text.as_py()} for text in texts if text.is_valid)
+    count = 0
+    bad = 0
+    for texts in _texts_of_files(paths, reading):
+        count += len(texts)
+        bad += texts.null_count
+        for text in texts:
+            if text.is_valid:
+                yield {"text": text.as_py()}
     _warn_of_bad_rows(reading.flag, bad, count)

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from datasets import IterableDataset
@@ -64,13 +65,17 @@ class BlockLoader:
     ):
         self.blocks, self.layout, self.positions = blocks, layout, positions
         self.order = Carried(len(blocks), layout.global_rows) if layout.carry else order
+        # Rows that are carried from batch to batch.
+        self._streams = {"streams": layout.global_rows} if layout.carry else {}
         self._rows = 0 if state is None else state["rows"]
-        saved, now = (state or {}).get("streams"), layout.global_rows if layout.carry else None
-        if state is not None and saved != now:
-            raise ValueError(
-                f"The checkpoint carries {saved or 'no'} rows from batch to batch and this run {now or 'none'}: keep "
-                "--document_boundary, --per_device_train_batch_size and the number of processes."
-            )
+        if state is not None:
+            saved = {name: number for name, number in state.items() if name != "rows"}
+            if saved != self._streams:
+                raise ValueError(
+                    f"The checkpoint carries {saved.get('streams', 'no')} rows from batch to batch and this run "
+                    f"{self._streams.get('streams', 'none')}: keep --document_boundary, "
+                    "--per_device_train_batch_size and the number of processes."
+                )
 
     @property
     def batches_per_epoch(self) -> int:
@@ -83,8 +88,8 @@ class BlockLoader:
             rows = range(self._rows + layout.rank, self._rows + layout.global_rows, layout.world_size)
             blocks = [self.blocks[self.order(row)] for row in rows]
             self._rows += layout.global_rows
-            state = {"rows": self._rows} | ({"streams": layout.global_rows} if layout.carry else {})
-            yield collate(blocks, layout.block_size, 0, self.positions), state
+            batch = collate(blocks, layout.block_size, padding=0, restart=self.positions)
+            yield batch, {"rows": self._rows, **self._streams}
 
 
 @dataclass(frozen=True)
@@ -128,41 +133,34 @@ class StreamLoader:
         source: str = "The stream",
     ):
         self.layout = layout
-        shares = [(layout.rank, layout.world_size)]
-        if layout.carry:
-            shares = [(layout.rank + row * layout.world_size, layout.global_rows) for row in range(layout.batch_size)]
-        states = state["packers"] if state else [None] * len(shares)
-        if state and [packer["share"] for packer in states] != [list(share) for share in shares]:
+        self._packers = []
+        # With carry every row has a packer, else all rows of the rank have one.
+        for row in range(layout.batch_size if layout.carry else 1):
+            if layout.carry:
+                share = (layout.rank + row * layout.world_size, layout.global_rows)
+            else:
+                share = (layout.rank, layout.world_size)
+            part = split_dataset_by_node(documents, *share)
+            self._packers.append(_Packer(part, encode, layout.block_size, share, shuffle, source))
+        if state is not None:
+            self._restore(state["packers"])
+
+    def _restore(self, states: list[dict]) -> None:
+        shares = [list(packer.share) for packer in self._packers]
+        if shares != [state["share"] for state in states]:
             raise ValueError(
                 "The checkpoint's stream was divided in another way: keep --document_boundary, the number of "
                 "processes and, with carry, --per_device_train_batch_size."
             )
-        self._packers = [
-            _Packer(split_dataset_by_node(documents, *share), encode, layout.block_size, share, shuffle, at, source)
-            for share, at in zip(shares, states, strict=True)
-        ]
+        for packer, state in zip(self._packers, states, strict=True):
+            packer.restore(state)
 
     def __iter__(self) -> Iterator[Batch]:
         layout = self.layout
         while True:
             rows = [self._packers[row % len(self._packers)].next_block() for row in range(layout.batch_size)]
-            state = {"packers": [packer.state() for packer in self._packers]}
-            yield collate(rows, layout.block_size, 0, restart=not layout.carry), state
-
-
-def _is_a_place_in(documents: IterableDataset, beginning: dict, place: dict) -> bool:
-    """Whether a state of a stream was made with as many shards, dealt out to ranks in the same way."""
-
-    def parts(state: dict) -> tuple[list, dict]:
-        kinds = []
-        while isinstance(inner := state.get("examples_iterable"), dict):
-            state = inner
-            kinds.append(state.get("type"))
-        return kinds, state
-
-    (expected, _), (found, last) = parts(beginning), parts(place)
-    shard, number = last.get("shard_idx", 0), documents.num_shards
-    return found == expected and (shard < number or shard == number and not last.get("shard_example_idx"))
+            batch = collate(rows, layout.block_size, padding=0, restart=not layout.carry)
+            yield batch, {"packers": [packer.state() for packer in self._packers]}
 
 
 class _Packer:
@@ -175,17 +173,15 @@ class _Packer:
         block_size: int,
         share: tuple[int, int],
         shuffle: Shuffle,
-        state: dict | None,
         source: str,
     ):
-        self.documents, self.encode, self.block_size, self.share = documents, encode, block_size, share
-        self.shuffle, self.source = shuffle, source
+        self.documents = documents
+        self.encode = encode
+        self.block_size = block_size
+        self.share = share
+        self.shuffle = shuffle
+        self.source = source
         self._beginning = documents.state_dict()
-        if state and not _is_a_place_in(documents, self._beginning, state["before"]):
-            raise ValueError(
-                f"{source}: the checkpoint is of an earlier version, whose ranks read a stream of several files file "
-                "by file: begin from its weights with --model_name_or_path."
-            )
         # The stream's state before the buffer was filled: on resuming, the buffer's documents are read, shuffled and
         # encoded again, which keeps the state small however long they are.
         self._before = self._after = self._beginning
@@ -194,19 +190,26 @@ class _Packer:
         # Index in the buffer of the first text that is encoded.
         self._first = 0
         self._encoded: list[list[int]] = []
-        self._document = self._offset = 0
-        self._open(state["before"] if state else self._beginning)
-        if state:
-            self._buffers = state["buffer"]
-            self._fill()
-            self._encode(state["first"])
-            self._document, self._offset = state["document"], state["offset"]
-            lengths = [*map(len, self._encoded), 1]
-            if self._document >= len(lengths) or self._offset >= lengths[self._document]:
-                raise ValueError(
-                    "--streaming: the documents are not those that the checkpoint was reading: give the same data and "
-                    "tokenizer, or begin in another --output_dir."
-                )
+        # The place of the next token: a document among those encoded, and a token of it.
+        self._document = 0
+        self._offset = 0
+        self._open(self._beginning)
+
+    def restore(self, state: dict) -> None:
+        """Continue after a state. Raises ValueError if the documents are not those that it was taken from."""
+        self._open(state["before"])
+        self._buffers = state["buffer"]
+        self._fill()
+        self._encode(state["first"])
+        self._document = state["document"]
+        self._offset = state["offset"]
+        # At the end of what is encoded, the next token is that of the next document.
+        lengths = [*map(len, self._encoded), 1]
+        if self._document >= len(lengths) or self._offset >= lengths[self._document]:
+            raise ValueError(
+                "--streaming: the documents are not those that the checkpoint was reading: give the same data and "
+                "tokenizer, or begin in another --output_dir."
+            )
 
     def state(self) -> dict:
         """JSON-able: which buffer and which of its texts were read last, and the place of the next token in them."""
@@ -220,7 +223,9 @@ class _Packer:
         }
 
     def next_block(self) -> Block:
-        tokens, starts = [], []
+        """The next tokens of the stream."""
+        tokens = []
+        starts = []
         while len(tokens) < self.block_size:
             if self._document == len(self._encoded):
                 self._read()
@@ -231,7 +236,8 @@ class _Packer:
             tokens += part
             self._offset += len(part)
             if self._offset == len(document):
-                self._document, self._offset = self._document + 1, 0
+                self._document += 1
+                self._offset = 0
         return Block(torch.tensor(tokens), torch.tensor(starts, dtype=torch.int64))
 
     def _open(self, state: dict):
@@ -260,18 +266,23 @@ class _Packer:
                 self._open(self._beginning)
 
     def _encode(self, first: int):
-        self._first, self._document, self._offset = first, 0, 0
+        self._first = first
+        self._document = 0
+        self._offset = 0
         self._encoded = self.encode(self._texts[first : first + _DOCUMENTS_ENCODED_TOGETHER])
 
     def _fill(self):
         """Read the next buffer; empty at the end of the stream."""
         self._before = self._after
-        texts, room = [], _CHARACTERS_OF_BUFFER
         # Without shuffling, the buffer needs no more documents than are encoded together.
         most = self.shuffle.buffer_size if self.shuffle.buffer_size > 1 else _DOCUMENTS_ENCODED_TOGETHER
-        while len(texts) < most and room > 0 and (row := next(self._iterator, None)) is not None:
+        room = _CHARACTERS_OF_BUFFER
+        texts = []
+        for row in islice(self._iterator, most):
             texts.append(row["text"])
             room -= len(row["text"] or "")
+            if room <= 0:
+                break
         self._after = self.documents.state_dict()
         self._texts = self.shuffle(texts, self.share, self._buffers)
         self._buffers += 1
@@ -284,7 +295,9 @@ class Prefetched:
     """
 
     def __init__(self, loader: BlockLoader | StreamLoader, ahead: int, pin_memory: bool):
-        self.loader, self.ahead, self.pin_memory = loader, ahead, pin_memory and torch.cuda.is_available()
+        self.loader = loader
+        self.ahead = ahead
+        self.pin_memory = pin_memory and torch.cuda.is_available()
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -294,8 +307,13 @@ class Prefetched:
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
         if self.pin_memory:
-            batches = (({name: x.pin_memory() for name, x in batch.items()}, state) for batch, state in batches)
+            batches = map(_pinned, batches)
         return _read_ahead(batches, self.ahead) if self.ahead else batches
+
+
+def _pinned(batch_and_state: Batch) -> Batch:
+    batch, state = batch_and_state
+    return {name: tensor.pin_memory() for name, tensor in batch.items()}, state
 
 
 def _read_ahead(items: Iterator, count: int) -> Iterator:

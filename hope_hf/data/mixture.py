@@ -98,7 +98,12 @@ class Corpus:
 
     def facts(self) -> dict:
         """The keys that differ from their defaults, JSON-able."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        facts = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                facts[field.name] = value
+        return facts
 
 
 @dataclass(frozen=True)
@@ -171,16 +176,17 @@ def _corpus(source: str, name: object, settings: object) -> Corpus:
         raise ValueError(f"{where} needs a name of letters, digits, - and _{quotes}.")
     if not isinstance(settings, dict):
         raise ValueError(f"{where} must hold lines of the form 'key: value'.")
-    kinds = {f.name: f.type for f in fields(Corpus) if f.name != "name"}
+    types = {field.name: field.type for field in fields(Corpus)}
+    del types["name"]
     for key, value in settings.items():
-        if key not in kinds:
-            raise ValueError(f"{where} has an unknown key {key!r}{nearest(str(key), kinds)}")
-        settings[key] = value = _number(value, kinds[key])
-        if not _KINDS[kinds[key]].admits(value):
-            raise ValueError(f"{where} has {key}: {value!r}, give {_KINDS[kinds[key]].words}.")
-    for key in _SOURCES:
-        if value := settings.get(key):
-            settings[key] = list(map(at_home, value)) if isinstance(value, list) else at_home(value)
+        if key not in types:
+            raise ValueError(f"{where} has an unknown key {key!r}{nearest(str(key), types)}")
+        value = _number(value, types[key])
+        if not _KINDS[types[key]].admits(value):
+            raise ValueError(f"{where} has {key}: {value!r}, give {_KINDS[types[key]].words}.")
+        if key in _SOURCES and value:
+            value = list(map(at_home, value)) if isinstance(value, list) else at_home(value)
+        settings[key] = value
     corpus = Corpus(name, **settings)
     named = [key for key in _SOURCES if settings.get(key)]
     if len(named) != 1:
@@ -211,7 +217,9 @@ def _number(value: object, kind: object) -> object:
 
 def keep(texts: Iterable[str | None], corpus: Corpus) -> tuple[list[int], Counter]:
     """Indices of the documents that pass the corpus's filters, and how many were dropped by each filter."""
-    kept, dropped, judge = [], Counter(), Judge(corpus)
+    kept = []
+    dropped = Counter()
+    judge = Judge(corpus)
     for index, text in enumerate(texts):
         reason = judge.reason(text)
         if reason is None:
@@ -223,9 +231,10 @@ def keep(texts: Iterable[str | None], corpus: Corpus) -> tuple[list[int], Counte
 
 def seems_to_be(text: str, language: str) -> bool:
     """Whether no language has more of its common words in the text, and these are enough for running text."""
-    words = [match.group().lower() for match in islice(re.finditer(r"[^\W\d_]+", text), _MOST_WORDS)]
-    counts = {name: sum(word in common for word in words) for name, common in _WORDS.items()}
-    return bool(words) and counts[language] == max(counts.values()) and counts[language] >= _LEAST_SHARE * len(words)
+    words = Counter(match[0].lower() for match in islice(re.finditer(r"[^\W\d_]+", text), _MOST_WORDS))
+    counts = {name: sum(words[word] for word in common) for name, common in _WORDS.items()}
+    count = counts[language]
+    return count > 0 and count == max(counts.values()) and count >= _LEAST_SHARE * words.total()
 
 
 class Judge:

@@ -66,12 +66,13 @@ class Mixed:
     def __init__(self, counts: Sequence[int], weights: Sequence[float] | None, seed: int):
         self._orders = [Shuffled(count, stable_seed(seed, corpus)) for corpus, count in enumerate(counts)]
         self._firsts = np.cumsum([0, *counts])
-        self._length, self.seed = sum(counts), seed
+        self._length = sum(counts)
+        self.seed = seed
         self.shares = apportion(self._length, counts if weights is None else weights)
         """Number of places of each corpus in an epoch."""
-        windows = np.arange(-(-self._length // _WINDOW) + 1)
+        windows = -(-self._length // _WINDOW)
         # [windows + 1, corpora]: places that each corpus has had before a window of an epoch begins.
-        self._before = windows[:, None] * np.array(self.shares) // windows[-1]
+        self._before = np.arange(windows + 1)[:, None] * np.array(self.shares) // windows
         self._begins = self._before.sum(axis=1)
         self._window = lru_cache(maxsize=4)(self._fill)
 
@@ -81,6 +82,7 @@ class Mixed:
     def __call__(self, place: int) -> int:
         epoch, place = divmod(place, self._length)
         window = int(np.searchsorted(self._begins, place, side="right")) - 1
+        # The block is the nth that this corpus has had.
         corpus, nth = self._window(epoch, window)[place - self._begins[window]]
         nth += epoch * self.shares[corpus] + self._before[window, corpus]
         return int(self._firsts[corpus]) + self._orders[corpus](int(nth))
@@ -90,11 +92,12 @@ class Mixed:
         counts = self._before[window + 1] - self._before[window]
         corpora = torch.arange(len(counts)).repeat_interleave(torch.from_numpy(counts))
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch, window))
-        seen = [0] * len(counts)
+        shuffled = corpora[torch.randperm(len(corpora), generator=generator)]
+        earlier = [0] * len(counts)
         places = []
-        for corpus in corpora[torch.randperm(len(corpora), generator=generator)].tolist():
-            places.append((corpus, seen[corpus]))
-            seen[corpus] += 1
+        for corpus in shuffled.tolist():
+            places.append((corpus, earlier[corpus]))
+            earlier[corpus] += 1
         return places
 
 

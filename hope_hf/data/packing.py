@@ -94,15 +94,16 @@ class Stream:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens start..stop-1 as int64, fewer at the end of the stream."""
-        stop, found = min(stop, self._length), []
+        stop = min(stop, self._length)
         index = bisect.bisect_right(self._ends, start)
+        tokens = [np.zeros(0, np.int64)]
         while start < stop:
             begin = self._ends[index - 1] if index else 0
             part = self._read_part(index, start - begin, min(stop, self._ends[index]) - begin)
-            found.append(torch.from_numpy(part.astype(np.int64)))
+            tokens.append(part.astype(np.int64))
             start += len(part)
             index += 1
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(tokens))
 
     @abstractmethod
     def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
@@ -151,12 +152,12 @@ class TokenStream(Stream):
 
     def count(self, size: int) -> Tensor:
         """How often each of `size` tokens occurs where it is predicted, int64 [size]."""
-        found = np.zeros(size, np.int64)
+        counts = np.zeros(size, np.int64)
         for part in self._parts:
             for start in range(0, len(part), _COUNTED_TOGETHER):
                 tokens = part[start : start + _COUNTED_TOGETHER]
-                found += np.bincount(tokens[tokens >= 0], minlength=size)
-        return torch.from_numpy(found)
+                counts += np.bincount(tokens[tokens >= 0], minlength=size)
+        return torch.from_numpy(counts)
 
     def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
         return self._parts[index][start:stop]
@@ -191,7 +192,8 @@ class TokenBlocks(Indexed):
     """A stream cut into blocks of `block_size` tokens; the incomplete last one only with `keep_last`."""
 
     def __init__(self, stream: Stream, block_size: int, keep_last: bool = False):
-        super().__init__(-(-len(stream) // block_size) if keep_last else len(stream) // block_size)
+        length = len(stream) + block_size - 1 if keep_last else len(stream)
+        super().__init__(length // block_size)
         self.stream, self.block_size = stream, block_size
 
     def _make(self, index: int) -> Block:
@@ -215,12 +217,14 @@ class JoinedBlocks(Indexed):
     """The blocks of several sequences, one sequence after another."""
 
     def __init__(self, sequences: Sequence[Sequence[Block]]):
-        self._sequences, self._ends = sequences, list(accumulate(map(len, sequences)))
+        self._sequences = sequences
+        self._ends = list(accumulate(map(len, sequences)))
         super().__init__(self._ends[-1])
 
     def _make(self, index: int) -> Block:
         which = bisect.bisect_right(self._ends, index)
-        return self._sequences[which][index - self._ends[which] + len(self._sequences[which])]
+        begin = self._ends[which] - len(self._sequences[which])
+        return self._sequences[which][index - begin]
 
 
 def collate(blocks: list[Block], block_size: int, padding: int, restart: bool) -> dict[str, Tensor]:

@@ -61,36 +61,44 @@ class Preparation:
     """
 
     def __init__(self, folder: Path, documents: list[Documents], tokenizer: PreTrainedTokenizerBase, settings: dict):
-        self.folder, self.documents, self.tokenizer = folder, documents, tokenizer
+        self.folder = folder
+        self.documents = documents
+        self.tokenizer = tokenizer
         self.dtype = dtype_of(tokenizer)
-        self.bytes = {
-            (part.corpus.name, side): text_bytes(getattr(part, side)) for part in documents for side in PARTS
-        }
+        # By (corpus, side), bytes of text.
+        self.bytes = {}
+        corpora = {}
+        for part in documents:
+            name = part.corpus.name
+            for side in PARTS:
+                self.bytes[name, side] = text_bytes(getattr(part, side))
+            corpora[name] = {
+                **part.corpus.facts(),
+                "documents": len(part.train) + len(part.validation),
+                "text_bytes": self._text_bytes(name),
+            }
         self.plan = {
             "format": FORMAT,
             "tokenizer": {"sha256": tokenizer_hash(tokenizer), "entries": len(tokenizer)},
             **settings,
-            "corpora": {
-                part.corpus.name: {
-                    **part.corpus.facts(),
-                    "documents": len(part.train) + len(part.validation),
-                    "text_bytes": sum(self.bytes[part.corpus.name, side] for side in PARTS),
-                }
-                for part in documents
-            },
+            "corpora": corpora,
         }
+
+    def _text_bytes(self, corpus: str) -> int:
+        return sum(self.bytes[corpus, side] for side in PARTS)
 
     def check_folder(self) -> None:
         """Raise ValueError if the folder holds other shards than these, or links in their place."""
         if os.path.lexists(self.folder / MANIFEST):
-            there = read_manifest(self.folder, "--output_dir")["plan"]
+            plan_of_folder = read_manifest(self.folder, "--output_dir")["plan"]
         elif os.path.lexists(self.folder / PLAN):
-            there = read_object(self.folder / PLAN, "--output_dir", "delete its folder")
+            plan_of_folder = read_object(self.folder / PLAN, "--output_dir", "delete its folder")
         else:
-            there = self.plan
-        if there != self.plan:
+            plan_of_folder = self.plan
+        if plan_of_folder != self.plan:
+            difference = _difference(plan_of_folder, self.plan)
             raise ValueError(
-                f"--output_dir {self.folder} holds other shards ({_difference(there, self.plan)}): name another "
+                f"--output_dir {self.folder} holds other shards ({difference}): name another "
                 "folder or remove that one."
             )
         for name in (TOKENIZER, *self.plan["corpora"]):
@@ -101,13 +109,15 @@ class Preparation:
 
     def check_room(self) -> None:
         """Raise ValueError if the disk has less room than the shards will need."""
-        encode, needed = make_encoder(self.tokenizer), 0
+        encode = make_encoder(self.tokenizer)
+        tokens = 0
         for part in self.documents:
             texts = list(drawn(part.train, self.bytes[part.corpus.name, "train"], _SAMPLE))
-            tokens, sampled = sum(map(len, encode(texts))), sum(len(text.encode()) for text in texts)
-            most = sum(self.bytes[part.corpus.name, side] for side in PARTS) * tokens / sampled
-            needed += min(most, part.corpus.max_tokens or most)
-        needed = int((needed - self.progress.tokens) * KINDS[self.dtype].itemsize)
+            sampled_tokens = sum(map(len, encode(texts)))
+            sampled_bytes = sum(len(text.encode()) for text in texts)
+            most = self._text_bytes(part.corpus.name) * sampled_tokens / sampled_bytes
+            tokens += min(most, part.corpus.max_tokens or most)
+        needed = int((tokens - self.progress.tokens) * KINDS[self.dtype].itemsize)
         free = free_disk(self.folder)
         if free is not None and free < needed:
             raise ValueError(
@@ -124,8 +134,8 @@ class Preparation:
             self._forget_broken(f"{corpus}/{side}")
         self.progress.rewrite()
         pool = EncodingPool(str(self.folder / TOKENIZER), num_proc) if num_proc > 1 else nullcontext()
-        total, done = sum(self.bytes.values()), self.progress.text_bytes
-        bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=not show_bar)
+        total = sum(self.bytes.values())
+        bar = tqdm(total=total, initial=self.progress.text_bytes, unit="B", unit_scale=True, disable=not show_bar)
         with pool as workers, bar:
             speed = _Speed(bar)
             for documents in self.documents:
@@ -159,39 +169,43 @@ class Preparation:
 
     def _clean_up(self) -> None:
         """Remove the unfinished files of killed processes, recognized by their names."""
-        shard = "(?:{})-[0-9]{{5,}}.bin".format("|".join(PARTS))
-        own = {self.folder: "|".join(map(re.escape, (MANIFEST, PLAN, PROGRESS)))}
-        own |= {self.folder / corpus: shard for corpus in self.plan["corpora"]}
-        for folder, names in own.items():
-            for path in folder.iterdir() if folder.is_dir() else ():
-                if is_unfinished(path.name, names) and not path.is_dir():
-                    path.unlink()
+        self._remove_unfinished(self.folder, "|".join(map(re.escape, (MANIFEST, PLAN, PROGRESS))))
+        for corpus in self.plan["corpora"]:
+            folder = self.folder / corpus
+            if folder.is_dir():
+                self._remove_unfinished(folder, rf"(?:{'|'.join(PARTS)})-[0-9]{{5,}}\.bin")
+
+    @staticmethod
+    def _remove_unfinished(folder: Path, names: str) -> None:
+        for path in folder.iterdir():
+            if is_unfinished(path.name, names) and not path.is_dir():
+                path.unlink()
 
     def _forget_broken(self, part: str) -> None:
         """Mark for rewriting all shards from the first one that differs from its note."""
         for index, written in enumerate(self.progress.of(part)):
-            path, size = self.folder / written.file, written.tokens * KINDS[self.dtype].itemsize
-            whole = path.is_file() and not path.is_symlink() and path.stat().st_size == size
-            if not whole or file_hash(path) != written.sha256:
+            path = self.folder / written.file
+            size = written.tokens * KINDS[self.dtype].itemsize
+            is_whole = path.is_file() and not path.is_symlink() and path.stat().st_size == size
+            if not is_whole or file_hash(path) != written.sha256:
                 self.progress.forget(part, index)
                 return
 
     def _manifest(self) -> dict:
-        sides = {}
+        corpora = {}
         for documents in self.documents:
             name = documents.corpus.name
-            sides[name] = {
-                "weight": documents.corpus.weight,
-                **{side: _side(self.progress.of(f"{name}/{side}")) for side in PARTS},
-                "dropped": dict(documents.dropped),
-            }
+            corpora[name] = {"weight": documents.corpus.weight}
+            for side in PARTS:
+                corpora[name][side] = _side(self.progress.of(f"{name}/{side}"))
+            corpora[name]["dropped"] = dict(documents.dropped)
         facts = provenance()
         return {
             "format": FORMAT,
             "dtype": self.dtype,
             "eos_token_id": document_start(self.tokenizer),
             "tokenizer": self.plan["tokenizer"],
-            "corpora": sides,
+            "corpora": corpora,
             "plan": self.plan,
             "versions": facts["versions"],
             "git": facts["git"],
@@ -202,7 +216,9 @@ class _Speed:
     """The bar's bytes and tokens per second."""
 
     def __init__(self, bar: tqdm):
-        self._bar, self._tokens, self._begin = bar, 0, time.monotonic()
+        self._bar = bar
+        self._tokens = 0
+        self._begin = time.monotonic()
 
     def leave(self, text_bytes: int) -> None:
         """Subtract bytes that remain unread because of a limit."""
@@ -233,16 +249,17 @@ def _side(shards: list[Written]) -> dict:
     }
 
 
-def _difference(there: dict, here: dict, name: str = "") -> str:
-    """The first difference between two plans, in words; `there` comes from a file and may hold anything."""
-    for key in dict.fromkeys([*here, *there]):
-        left, right = here.get(key), there.get(key)
-        if left == right:
+def _difference(plan_of_folder: dict, plan: dict, name: str = "") -> str:
+    """The first difference between two plans, in words; that of the folder may hold anything."""
+    for key in dict.fromkeys([*plan, *plan_of_folder]):
+        before = plan_of_folder.get(key)
+        now = plan.get(key)
+        if before == now:
             continue
-        if isinstance(left, dict) and isinstance(right, dict):
-            return _difference(right, left, f"{name}{key}: ")
+        if isinstance(before, dict) and isinstance(now, dict):
+            return _difference(before, now, f"{name}{key}: ")
         shown = key if key.isprintable() else json.dumps(key)
-        return f"{name}{shown} is {_short(right)}, now {_short(left)}"
+        return f"{name}{shown} is {_short(before)}, now {_short(now)}"
     raise AssertionError("equal plans")
 
 
@@ -293,12 +310,13 @@ def main(argv: list[str]) -> int:
     # Only the bar of the shards is shown.
     disable_progress_bars()
     try:
-        mixture, words = (None, argv) if not argv or argv[0].startswith("-") else (at_home(argv[0]), argv[1:])
-        (args,) = make_parser().parse_args_into_dataclasses(words, look_for_args_file=False)
-        if mixture is None:
+        has_mixture = bool(argv) and not argv[0].startswith("-")
+        flags = argv[1:] if has_mixture else argv
+        (args,) = make_parser().parse_args_into_dataclasses(flags, look_for_args_file=False)
+        if not has_mixture:
             raise ValueError("The mixture is missing: name a YAML file of corpora as the first argument.")
         check_output(args.output_dir, "--output_dir")
-        _prepare(mixture, args)
+        _prepare(at_home(argv[0]), args)
     except MemoryError:
         return print_error(
             "Memory is full: free some, or lower --num_proc; the same command continues where it stopped.", 1
@@ -319,9 +337,11 @@ def _prepare(mixture: str, args: Arguments) -> None:
     lock.acquire()
     try:
         require_own(folder)
-        share = args.validation_split_percentage
-        check_cache(corpora, share, args.seed, tokenizer, folder)
-        documents = [open_corpus(corpus, share, args.max_eval_samples, args.seed, tokenizer) for corpus in corpora]
+        percentage = args.validation_split_percentage
+        check_cache(corpora, percentage, args.seed, tokenizer, folder)
+        documents = []
+        for corpus in corpora:
+            documents.append(open_corpus(corpus, percentage, args.max_eval_samples, args.seed, tokenizer))
         settings = {name: getattr(args, name) for name in _SETTINGS}
         preparation = Preparation(folder, documents, tokenizer, settings)
         preparation.check_folder()
@@ -337,11 +357,12 @@ def _prepare(mixture: str, args: Arguments) -> None:
 def _report(folder: Path) -> None:
     corpora = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["corpora"]
     for name, corpus in corpora.items():
-        train, validation = corpus["train"], corpus["validation"]
-        dropped = ", ".join(f"{reason} {count:,}" for reason, count in corpus["dropped"].items())
-        print(
+        train = corpus["train"]
+        validation = corpus["validation"]
+        line = (
             f"{name}: {train['documents']:,} documents, {train['tokens']:,} tokens in {len(train['shards'])} shards; "
             f"validation {validation['documents']:,}, {validation['tokens']:,}"
-            + (f"; dropped: {dropped}" if dropped else "")
         )
+        dropped = ", ".join(f"{reason} {count:,}" for reason, count in corpus["dropped"].items())
+        print(f"{line}; dropped: {dropped}" if dropped else line)
     print(f"Train on them with --train_shards {folder}")

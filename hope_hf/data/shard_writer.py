@@ -98,17 +98,14 @@ class Progress:
     def note(self, written: Written) -> None:
         """Note a shard whose file is in its place."""
         self._written.append(written)
-        # A link in place of the file is not followed.
-        with open(
-            self._file, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
-        ) as file:
+        with open(self._file, "a", encoding="utf-8", opener=_open_no_link) as file:
             file.write(_line(written))
             flush_to_disk(file)
 
     def forget(self, part: str, first: int) -> None:
         """Forget the shards of a part from number `first` on; `rewrite` removes them from the file."""
-        kept = {written.file for written in self.of(part)[:first]}
-        self._written = [written for written in self._written if written.part != part or written.file in kept]
+        for written in self.of(part)[first:]:
+            self._written.remove(written)
 
     def rewrite(self) -> None:
         """Write the file anew, without forgotten shards and incomplete lines."""
@@ -128,6 +125,10 @@ class Progress:
         if before and before[-1].last:
             raise ValueError(f"line {number} follows the last shard of its part")
         self._written.append(written)
+
+
+def _open_no_link(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _line(written: Written) -> str:
@@ -154,7 +155,8 @@ def write_shards(
     A shard ends with the batch that reaches `shard_tokens`, the part with the document that reaches `max_tokens`.
     """
     done = progress.of(part)
-    tokens, index = sum(written.tokens for written in done), len(done)
+    tokens = sum(written.tokens for written in done)
+    index = len(done)
     (folder / part).parent.mkdir(exist_ok=True)
     shard = _OpenShard(folder, part, index)
     for batch in batches:
@@ -241,13 +243,15 @@ def encoded(
 
 
 def _batches(documents: Dataset) -> Iterator[list[str]]:
-    texts, characters = [], 0
+    texts = []
+    characters = 0
     for rows in documents.iter(_READ_TOGETHER):
         texts += rows["text"]
         characters += sum(map(len, rows["text"]))
         if characters >= CHARACTERS:
             yield texts
-            texts, characters = [], 0
+            texts = []
+            characters = 0
     if texts:
         yield texts
 

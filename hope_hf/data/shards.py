@@ -138,26 +138,32 @@ class ShardedStream(Stream):
 
     def __init__(self, shards: Sequence[Shard], kind: np.dtype, eos: int, length: int | None = None):
         super().__init__([shard.tokens for shard in shards])
-        self._length = self._length if length is None else length
-        self._shards, self._kind, self._eos = list(shards), kind, eos
+        if length is not None:
+            self._length = length
+        self._shards = list(shards)
+        self._kind = kind
+        self._eos = eos
         self.highest_id = int(np.iinfo(kind).max)
         """The highest valid id; reading a higher one raises an error."""
 
     @staticmethod
     def join(streams: Sequence["ShardedStream"]) -> "ShardedStream":
         """Whole streams of one folder, one after another."""
-        return streams[0]._with([shard for stream in streams for shard in stream._shards], None)
+        shards = []
+        for stream in streams:
+            shards += stream._shards
+        return streams[0]._with(shards, None)
 
     def head(self, documents: int | None) -> "ShardedStream":
         """The first documents; all for None."""
         if documents is None:
             return self
-        begun = 0
+        earlier = 0
         for start in range(0, self._length, _READ_TOGETHER):
-            begins = (self.read(start, start + _READ_TOGETHER) == self._eos).nonzero().flatten()
-            if begun + len(begins) > documents:
-                return self._with(self._shards, start + int(begins[documents - begun]))
-            begun += len(begins)
+            begins = self.block(start, _READ_TOGETHER).starts
+            if earlier + len(begins) > documents:
+                return self._with(self._shards, start + int(begins[documents - earlier]))
+            earlier += len(begins)
         return self
 
     def block(self, start: int, length: int) -> Block:
@@ -235,16 +241,23 @@ def open_folder(path: str, flag: str) -> ShardFolder:
     """Read the manifest and check that every shard is there. Raises ValueError that names the flag and the file."""
     folder = Path(path)
     manifest = read_manifest(folder, flag)
-    kind, eos = KINDS[manifest["dtype"]], manifest["eos_token_id"]
-    corpora, every = [], []
+    kind = KINDS[manifest["dtype"]]
+    corpora = []
+    all_shards = []
     for name, corpus in manifest["corpora"].items():
-        sides = [[Shard(folder / s["file"], s["tokens"], s["sha256"]) for s in corpus[p]["shards"]] for p in PARTS]
-        every += [shard for side in sides for shard in side]
-        corpora.append(CorpusTokens(name, *(ShardedStream(side, kind, eos) for side in sides), corpus["weight"]))
-    for shard in every:
+        streams = []
+        for side in PARTS:
+            shards = []
+            for entry in corpus[side]["shards"]:
+                shards.append(Shard(folder / entry["file"], entry["tokens"], entry["sha256"]))
+            all_shards += shards
+            streams.append(ShardedStream(shards, kind, manifest["eos_token_id"]))
+        train, validation = streams
+        corpora.append(CorpusTokens(name, train, validation, corpus["weight"]))
+    for shard in all_shards:
         _check_size(shard, kind, folder, flag)
-    if sum(shard.tokens for shard in every) * kind.itemsize <= _HASHED_AT_ONCE:
-        for shard in every:
+    if sum(shard.tokens for shard in all_shards) * kind.itemsize <= _HASHED_AT_ONCE:
+        for shard in all_shards:
             if file_hash(shard.path) != shard.sha256:
                 raise ValueError(f"{flag}: {shard.path} has changed since it was written (SHA-256): {_AGAIN}.")
     return ShardFolder(folder, flag, manifest, corpora)

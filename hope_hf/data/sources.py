@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch import Tensor
@@ -22,7 +21,6 @@ from .config import DataConfig
 from .corpora import Documents, check_cache, held_out_documents, open_corpus, require_as_many, warn_of_excess
 from .documents import open_sources, training_source
 from .encoding import Encode, document_start, make_encoder
-from .files import find_files
 from .loader import BlockLoader, Shuffle, StreamLoader
 from .mixture import BUILTIN, Corpus, read_mixture
 from .order import Mixed, Shuffled
@@ -32,6 +30,11 @@ from .text_facts import text_facts
 from .vocabulary import DEFAULT_VOCAB_SIZE, check_vocabulary, load_tokenizer, train_tokenizer
 
 _TOKENIZER_BYTES = 32_000_000
+# Flags that decide which tokens a stream gives.
+_FLAGS_OF_A_STREAM = (
+    "dataset_config_name", "validation_split_percentage", "max_train_samples", "shuffle_buffer_size", "text_column",
+    "assistant_only_loss",
+)  # fmt: skip
 
 
 @dataclass
@@ -48,8 +51,6 @@ class OpenSource:
     """What defines the tokens and their order, except block size, boundary and seed."""
     description: str
     """Source and size, for people."""
-    former_identity: tuple | None = None
-    """`identity` as earlier versions computed it, where it differs."""
     count: Callable[[int], Tensor] | None = None
     """`count(size)`: how often each of `size` tokens is in the training text, int64 [size]; None if not counted."""
     is_text: bool = True
@@ -68,40 +69,48 @@ def open_text(config: DataConfig) -> OpenSource:
         encoder = make_chat_encoder(tokenizer)
     held = _of_length(config, tokenize(sources.validation, encoder, config.preprocessing_num_workers))
     if len(held) < 2:
-        named, fix = training_source(config), "pass --validation_file"
         if config.validation_file:
-            named, fix = f"--validation_file {shown_names(config.validation_file)}", "give a file with text"
-        raise ValueError(f"{named} gave no validation text: {fix}.")
-    carry = config.document_boundary == "carry"
+            raise ValueError(
+                f"--validation_file {shown_names(config.validation_file)} gave no validation text: give a file with "
+                "text."
+            )
+        raise ValueError(f"{training_source(config)} gave no validation text: pass --validation_file.")
+    source = OpenSource(
+        tokenizer=tokenizer,
+        train=None,
+        train_tokens=None,
+        validation=TokenBlocks(held, config.block_size, keep_last=True),
+        identity=(),
+        description=sources.description,
+    )
     if isinstance(sources.train, IterableDataset):
-        # Rows that carry their memories to the next batch read a text in its order.
-        shuffle = Shuffle(1 if carry else config.shuffle_buffer_size, config.seed)
-        options = {"shuffle": shuffle, "source": training_source(config)}
-        if config.assistant_only_loss and config.long_chats != "keep":
-            encoder = partial(_encoded_of_length, encoder, config.block_size, config.long_chats)
-        train = partial(StreamLoader, sources.train, encoder, **options)
-        tokens, identity, size, count = None, _stream_identity(config, tokenizer), "streamed", None
-        former = _former_stream_identity(config), held.digest()
+        source.train = _stream_loader(config, sources.train, encoder)
+        source.identity = (_stream_identity(config, tokenizer), held.digest())
+        size = "streamed"
     else:
         stream = _of_length(config, tokenize(sources.train, encoder, config.preprocessing_num_workers))
-        _require_a_block(config, stream)
+        _require_a_block(config, stream, "the training text")
         blocks = TokenBlocks(stream, config.block_size)
-        train = partial(BlockLoader, blocks, Shuffled(len(blocks), config.seed), positions=not carry)
-        tokens, identity, size, count = len(stream), stream.digest(), _size(stream), stream.count
-        former = None
-    return OpenSource(
-        tokenizer=tokenizer,
-        train=train,
-        train_tokens=tokens,
-        validation=TokenBlocks(held, config.block_size, keep_last=True),
-        identity=(identity, held.digest()),
-        former_identity=former,
-        description=f"{sources.description}: {size}; validation {_size(held)}",
-        count=count,
-    )
+        order = Shuffled(len(blocks), config.seed)
+        source.train = partial(BlockLoader, blocks, order, positions=config.document_boundary != "carry")
+        source.train_tokens = len(stream)
+        source.identity = (stream.digest(), held.digest())
+        source.count = stream.count
+        size = _size(stream)
+    source.description += f": {size}; validation {_size(held)}"
+    return source
 
 
-_LONG = {
+def _stream_loader(config: DataConfig, documents: IterableDataset, encoder: Encode) -> Callable[..., StreamLoader]:
+    # Rows that carry their memories to the next batch read a text in its order.
+    buffer_size = 1 if config.document_boundary == "carry" else config.shuffle_buffer_size
+    if config.assistant_only_loss and config.long_chats != "keep":
+        encoder = partial(_encoded_of_length, encoder, config.block_size, config.long_chats)
+    shuffle = Shuffle(buffer_size, config.seed)
+    return partial(StreamLoader, documents, encoder, shuffle=shuffle, source=training_source(config))
+
+
+_LONG_CHATS = {
     "keep": "go on in the next row, which begins without what came before",
     "cut": "are cut",
     "drop": "are left out",
@@ -109,15 +118,17 @@ _LONG = {
 
 
 def _of_length(config: DataConfig, stream: TokenStream) -> TokenStream:
-    """The chats as `--long_chats` wants them; their number is told. Other text as it is."""
+    """The chats as `--long_chats` says, with a warning of their number. Other text as it is."""
     if not config.assistant_only_loss:
         return stream
-    if number := stream.longer_than(config.block_size):
-        warn_once(
-            f"{number:,} of {len(stream.starts):,} chats are longer than --block_size {config.block_size} and "
-            f"{_LONG[config.long_chats]}: --long_chats keep, cut or drop decides."
-        )
-    if config.long_chats == "keep" or not number:
+    number = stream.longer_than(config.block_size)
+    if not number:
+        return stream
+    warn_once(
+        f"{number:,} of {len(stream.starts):,} chats are longer than --block_size {config.block_size} and "
+        f"{_LONG_CHATS[config.long_chats]}: --long_chats keep, cut or drop decides."
+    )
+    if config.long_chats == "keep":
         return stream
     return stream.changed(partial(shortened, longest=config.block_size, how=config.long_chats))
 
@@ -137,10 +148,15 @@ def _chat_template(config: DataConfig) -> ChatTemplate | None:
 
 def open_synthetic(config: DataConfig) -> OpenSource:
     """Rows of seeded random tokens, for measuring speed. Every row is one document, so no boundary is marked."""
-    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else train_tokenizer([], 258)
-    vocab_size = config.vocab_size or (len(tokenizer) if config.tokenizer_name else DEFAULT_VOCAB_SIZE)
+    if config.tokenizer_name:
+        tokenizer = load_tokenizer(config.tokenizer_name)
+        vocab_size = config.vocab_size or len(tokenizer)
+    else:
+        tokenizer = train_tokenizer([], 258)
+        vocab_size = config.vocab_size or DEFAULT_VOCAB_SIZE
     check_vocabulary(tokenizer, vocab_size)
-    rows, held_rows = config.max_train_samples or 1 << 20, config.max_eval_samples or 32
+    rows = config.max_train_samples or 1 << 20
+    held_rows = config.max_eval_samples or 32
     blocks = RandomBlocks(rows, config.block_size, vocab_size, stable_seed(config.seed, 0))
     return OpenSource(
         tokenizer=tokenizer,
@@ -156,25 +172,26 @@ def open_synthetic(config: DataConfig) -> OpenSource:
 def open_mixture(config: DataConfig) -> OpenSource:
     """The corpora of `--dataset_mixture`, tokenized here unless they are shards."""
     corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
-    from_hub = any(corpus.dataset_name not in (None, BUILTIN) for corpus in corpora)
-    if not config.tokenizer_name and (from_hub or all(corpus.shards for corpus in corpora)):
+    texts = [corpus for corpus in corpora if not corpus.shards]
+    tokenizer = None
+    if config.tokenizer_name:
+        tokenizer = choose_tokenizer(config, None)
+    elif not texts or any(corpus.dataset_name not in (None, BUILTIN) for corpus in texts):
         raise _needs_tokenizer(f"--dataset_mixture {config.dataset_mixture}")
-    tokenizer = choose_tokenizer(config, None) if config.tokenizer_name else None
-    share, count = config.validation_split_percentage, config.max_eval_samples
-    check_cache(corpora, share, config.seed, tokenizer)
-    documents = {
-        corpus.name: open_corpus(corpus, share, count, config.seed, tokenizer)
-        for corpus in corpora
-        if not corpus.shards
-    }
+    percentage = config.validation_split_percentage
+    check_cache(corpora, percentage, config.seed, tokenizer)
+    documents = {}
+    for corpus in texts:
+        documents[corpus.name] = open_corpus(corpus, percentage, config.max_eval_samples, config.seed, tokenizer)
     if tokenizer is None:
-        tokenizer = choose_tokenizer(config, concatenate_datasets([part.train for part in documents.values()]))
-    parts = [
-        _tokenized(documents[corpus.name], tokenizer, config.preprocessing_num_workers)
-        if corpus.name in documents
-        else _sharded(corpus, tokenizer, config)
-        for corpus in corpora
-    ]
+        training_texts = concatenate_datasets([part.train for part in documents.values()])
+        tokenizer = choose_tokenizer(config, training_texts)
+    parts = []
+    for corpus in corpora:
+        if corpus.shards:
+            parts.append(_sharded(corpus, tokenizer, config))
+        else:
+            parts.append(_tokenized(documents[corpus.name], tokenizer, config.preprocessing_num_workers))
     return _mixed(config, tokenizer, parts, config.dataset_mixture)
 
 
@@ -207,8 +224,9 @@ def _needs_tokenizer(source: str) -> ValueError:
 
 def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
     """Enough text for a small vocabulary: documents evenly spread over the source (the first ones of a stream)."""
-    is_stream = isinstance(documents, IterableDataset)
-    stride = 1 if is_stream else max(1, -(-documents.data.nbytes // _TOKENIZER_BYTES))
+    stride = 1
+    if isinstance(documents, Dataset):
+        stride = max(1, -(-documents.data.nbytes // _TOKENIZER_BYTES))
     budget = _TOKENIZER_BYTES
     for row in islice(documents, 0, None, stride):
         if budget <= 0:
@@ -220,31 +238,16 @@ def _sample(documents: Dataset | IterableDataset) -> Iterator[str]:
 
 def _stream_identity(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """A stream is not read to the end, so its flags, its tokenizer, and both ends of its files identify it."""
-    names = (
-        "dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size text_column "
-        "assistant_only_loss"
-    )
-    named = [(name, getattr(config, name)) for name in names.split()]
+    flags = [(name, getattr(config, name)) for name in _FLAGS_OF_A_STREAM]
     facts = text_facts(config, tokenizer)
+    tokenizer_hash = facts.pop("tokenizer")
     # A folder is what its files are, in their order; a data set of the Hub is its name.
-    what = {flag: [end for *_, end in files] for flag, files in facts.items() if flag != "tokenizer"}
-    hub = None if "--dataset_name" in what else config.dataset_name
-    return repr((named, hub, what, facts["tokenizer"]))
+    hashes = {flag: [file[-1] for file in files] for flag, files in facts.items()}
+    hub_name = None if "--dataset_name" in hashes else config.dataset_name
+    return repr((flags, hub_name, hashes, tokenizer_hash))
 
 
-def _former_stream_identity(config: DataConfig) -> str:
-    """As versions before 2026-11-28 had it: flags, and the names and sizes of files."""
-    names = (
-        "dataset_name dataset_config_name validation_split_percentage max_train_samples shuffle_buffer_size "
-        "tokenizer_name"
-    )
-    named = sorted(((name, getattr(config, name)) for name in names.split()), key=str)
-    named += [value for value in (config.text_column, config.assistant_only_loss) if value]
-    files = find_files(config.train_file, "--train_file") if config.train_file else []
-    return repr((named, [(Path(file).name, Path(file).stat().st_size) for file in files]))
-
-
-def _require_a_block(config: DataConfig, stream: TokenStream | ShardedStream, text: str = "the training text") -> None:
+def _require_a_block(config: DataConfig, stream: TokenStream | ShardedStream, text: str) -> None:
     if len(stream) < config.block_size:
         fits = 1 << max(1, len(stream).bit_length() - 1)
         raise ValueError(
@@ -266,20 +269,23 @@ def _mixed(
             f"--document_boundary carry reads one text from its beginning to its end, and {source} mixes "
             f"{len(parts)}: use --document_boundary reset."
         )
+    trains = []
+    held = []
     for part in parts:
         _require_a_block(config, part.train, f"the corpus {part.name}")
-    trains = [TokenBlocks(part.train, config.block_size) for part in parts]
-    weights = [part.weight for part in parts]
-    order = Mixed(list(map(len, trains)), None if None in weights else weights, config.seed)
-    held = [TokenBlocks(part.validation, config.block_size, keep_last=True) for part in parts if len(part.validation)]
+        trains.append(TokenBlocks(part.train, config.block_size))
+        if len(part.validation):
+            held.append(TokenBlocks(part.validation, config.block_size, keep_last=True))
     if not held:
         raise ValueError(f"{source} gave no validation text: raise --validation_split_percentage.")
-    _warn_of_shares(parts, trains, order)
+    weights = [part.weight for part in parts]
+    order = Mixed(list(map(len, trains)), None if None in weights else weights, config.seed)
+    names = [part.name for part in parts]
+    _warn_of_shares(names, trains, order)
     blocks = JoinedBlocks(trains)
-    tokens, held_tokens = len(blocks) * config.block_size, sum(len(part.validation) for part in parts)
-    shares = ", ".join(
-        f"{part.name} {share / len(order):.1%}" for part, share in zip(parts, order.shares, strict=True)
-    )
+    tokens = len(blocks) * config.block_size
+    held_tokens = sum(len(part.validation) for part in parts)
+    shares = ", ".join(f"{name} {share / len(order):.1%}" for name, share in zip(names, order.shares, strict=True))
     return OpenSource(
         tokenizer=tokenizer,
         train=partial(BlockLoader, blocks, order, positions=not carry),
@@ -290,26 +296,30 @@ def _mixed(
     )
 
 
-def _warn_of_shares(parts: list[CorpusTokens], trains: list[TokenBlocks], order: Mixed) -> None:
+def _warn_of_shares(names: list[str], trains: list[TokenBlocks], order: Mixed) -> None:
     """Name the corpora that an epoch reads more than once, and those of which it reads nothing."""
-    if unread := [part.name for part, share in zip(parts, order.shares, strict=True) if not share]:
+    unread = []
+    repeated = []
+    for name, blocks, share in zip(names, trains, order.shares, strict=True):
+        if share == 0:
+            unread.append(name)
+        # Rounding a share up to whole blocks is no repetition.
+        elif share > 1.1 * len(blocks):
+            repeated.append(f"{name} {share / len(blocks):.1f} times")
+    if unread:
         warn_once(
             f"An epoch of {len(order)} blocks reads nothing of {', '.join(unread)}, whose weight is less than half a "
             "block: give it more, or leave it out."
         )
-    times = {
-        part.name: share / len(blocks)
-        for part, blocks, share in zip(parts, trains, order.shares, strict=True)
-        # Rounding a share up to whole blocks is no repetition.
-        if share > 1.1 * len(blocks)
-    }
-    if times:
-        listed = ", ".join(f"{name} {count:.1f} times" for name, count in times.items())
-        warn_once(f"An epoch of {len(order)} blocks reads {listed}: repeated text teaches the model less.")
+    if repeated:
+        warn_once(
+            f"An epoch of {len(order)} blocks reads {', '.join(repeated)}: repeated text teaches the model less."
+        )
 
 
 def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers: int | None) -> CorpusTokens:
-    corpus, encoder = documents.corpus, make_encoder(tokenizer)
+    corpus = documents.corpus
+    encoder = make_encoder(tokenizer)
     train = tokenize(documents.train, encoder, workers)
     if corpus.max_tokens is not None:
         require_as_many(corpus, "max_tokens", len(train))
@@ -333,14 +343,19 @@ def _texts_of_text(config: DataConfig) -> tuple[dict[str, list[str]], str]:
 
 
 def _texts_of_mixture(config: DataConfig) -> tuple[dict[str, list[str]], str]:
-    found, share, count = {}, config.validation_split_percentage, config.max_eval_samples
+    texts = {}
     for corpus in read_mixture(config.dataset_mixture, "--dataset_mixture"):
         if corpus.shards:
-            parts = _decoded(corpus.shards, f"corpus {corpus.name}: shards", config)
-            found[corpus.name] = [text for texts in parts.values() for text in texts]
+            decoded = _decoded(corpus.shards, f"corpus {corpus.name}: shards", config)
+            texts[corpus.name] = sum(decoded.values(), [])
         else:
-            found[corpus.name] = held_out_documents(corpus, share, count, config.seed)["text"][:]
-    return found, config.dataset_mixture
+            held = held_out_documents(corpus, config.validation_split_percentage, config.max_eval_samples, config.seed)
+            texts[corpus.name] = held["text"][:]
+    return texts, config.dataset_mixture
+
+
+def _texts_of_shards(config: DataConfig) -> tuple[dict[str, list[str]], str]:
+    return _decoded(config.train_shards, "--train_shards", config), config.train_shards
 
 
 def _decoded(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
@@ -350,15 +365,15 @@ def _decoded(path: str, flag: str, config: DataConfig) -> dict[str, list[str]]:
     tokenizer = folder.tokenizer(DataConfig(trust_remote_code=config.trust_remote_code))
     # A document's text lies between the token that begins it and EOS, which may be the one that begins the next.
     end = None if document_start(tokenizer) == tokenizer.eos_token_id else -1
-    found = {}
+    texts = {}
     for corpus in folder.corpora:
         stream = corpus.validation.head(config.max_eval_samples)
         whole = stream.block(0, len(stream))
-        documents = whole.tokens.tensor_split(whole.starts[1:])
-        found[corpus.name] = [
-            tokenizer.decode(document[1:end], clean_up_tokenization_spaces=False) for document in documents
-        ]
-    return found
+        texts[corpus.name] = []
+        for document in whole.tokens.tensor_split(whole.starts[1:]):
+            text = tokenizer.decode(document[1:end], clean_up_tokenization_spaces=False)
+            texts[corpus.name].append(text)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -371,9 +386,7 @@ class Source:
 
 
 SOURCES = {
-    "train_shards": Source(
-        open_shards, lambda config: (_decoded(config.train_shards, "--train_shards", config), config.train_shards)
-    ),
+    "train_shards": Source(open_shards, _texts_of_shards),
     "dataset_mixture": Source(open_mixture, _texts_of_mixture),
 }
 """By the flag that names the text; all other text is a data set, files or the built-in corpus."""
@@ -382,7 +395,9 @@ _TEXT = Source(open_text, _texts_of_text)
 
 def open_source(config: DataConfig) -> OpenSource:
     """Open what the flags name. Raises ValueError that names the flag or file."""
-    return open_synthetic(config) if config.dataset_name == "synthetic" else _source(config).open(config)
+    if config.dataset_name == "synthetic":
+        return open_synthetic(config)
+    return _source(config).open(config)
 
 
 def validation_texts(config: DataConfig) -> tuple[dict[str, list[str]], str]:
@@ -395,4 +410,7 @@ def validation_texts(config: DataConfig) -> tuple[dict[str, list[str]], str]:
 
 
 def _source(config: DataConfig) -> Source:
-    return next((source for flag, source in SOURCES.items() if getattr(config, flag)), _TEXT)
+    for flag, source in SOURCES.items():
+        if getattr(config, flag):
+            return source
+    return _TEXT

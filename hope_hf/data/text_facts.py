@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .cache import files_under
 from .config import DataConfig
-from .files import find_files
+from .file_names import find_files
 from .mixture import read_mixture
 from .shards import MANIFEST
 from .vocabulary import tokenizer_hash
@@ -19,8 +19,9 @@ _SAMPLED = 1 << 16
 
 def text_facts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict:
     """JSON-able: by flag [name, bytes, hash of both ends] of every file, in their order, and the tokenizer's hash."""
-    found = {f"--{flag}": list(map(file_facts, files)) for flag, files in _files(config).items()}
-    return {**found, "tokenizer": tokenizer_hash(tokenizer)}
+    facts = {f"--{flag}": list(map(file_facts, files)) for flag, files in _files(config).items()}
+    facts["tokenizer"] = tokenizer_hash(tokenizer)
+    return facts
 
 
 def file_facts(path: str | Path) -> list:
@@ -35,49 +36,53 @@ def file_facts(path: str | Path) -> list:
 
 
 def _files(config: DataConfig) -> dict[str, list[str]]:
-    found = {}
-    for flag in ("train_file", "validation_file"):
-        if names := getattr(config, flag):
-            split = "train" if flag == "train_file" else "validation"
-            found[flag] = find_files(names, f"--{flag}", split)
+    files = {}
+    if config.train_file:
+        files["train_file"] = find_files(config.train_file, "--train_file")
+    if config.validation_file:
+        files["validation_file"] = find_files(config.validation_file, "--validation_file", "validation")
     if config.dataset_name and os.path.isdir(config.dataset_name):
-        found["dataset_name"] = files_under(config.dataset_name)
+        files["dataset_name"] = files_under(config.dataset_name)
     if config.train_shards:
         # It has the SHA-256 of every shard.
-        found["train_shards"] = [os.path.join(config.train_shards, MANIFEST)]
+        files["train_shards"] = [os.path.join(config.train_shards, MANIFEST)]
     if config.dataset_mixture:
-        corpora = read_mixture(config.dataset_mixture, "--dataset_mixture")
-        named = (find_files(corpus.files, f"corpus {corpus.name}: files") for corpus in corpora if corpus.files)
-        found["dataset_mixture"] = [config.dataset_mixture, *(file for files in named for file in files)]
-    return found
+        files["dataset_mixture"] = [config.dataset_mixture]
+        for corpus in read_mixture(config.dataset_mixture, "--dataset_mixture"):
+            if corpus.files:
+                files["dataset_mixture"] += find_files(corpus.files, f"corpus {corpus.name}: files")
+    return files
 
 
 def difference_of_text(before: dict, now: dict) -> str | None:
     """Which file differs, and how; None where neither files nor tokenizer do, or nothing is known of before."""
     for flag in dict.fromkeys((*now, *before)):
-        if flag == "tokenizer" or before.get(flag) == now.get(flag):
-            continue
-        if said := _difference_of_files(before.get(flag, []), now.get(flag, [])):
-            return f"{flag}: {said}"
+        if flag != "tokenizer" and before.get(flag) != now.get(flag):
+            difference = _difference_of_files(before.get(flag, []), now.get(flag, []))
+            if difference:
+                return f"{flag}: {difference}"
     if before and before.get("tokenizer") != now.get("tokenizer"):
         return "the tokenizer encodes otherwise"
     return None
 
 
 def _difference_of_files(before: list, now: list) -> str | None:
-    ends = [[end for *_, end in files] for files in (before, now)]
-    old, new = ({name: size for name, size, end in files} for files in (before, now))
-    changed = [name for name, size, end in now if end not in ends[0]]
-    gone = [name for name, size, end in before if end not in ends[1]]
-    for name in changed:
-        if name in gone and old[name] != new[name]:
-            return f"{name} had {old[name]:,} bytes and has {new[name]:,}"
+    """Both are lists of `file_facts`; a file is known by its hash, whatever its name."""
+    hashes_before = [file[-1] for file in before]
+    hashes_now = [file[-1] for file in now]
+    new = {name: size for name, size, content in now if content not in hashes_before}
+    gone = {name: size for name, size, content in before if content not in hashes_now}
+    for name, size in new.items():
         if name in gone:
+            if gone[name] != size:
+                return f"{name} had {gone[name]:,} bytes and has {size:,}"
             return f"{name} has other text in as many bytes"
-    if len(changed) == len(gone) == 1:
-        return f"{gone[0]} ({old[gone[0]]:,} bytes) was read, and now {changed[0]} ({new[changed[0]]:,} bytes)"
-    if changed:
-        return f"{changed[0]} is new" + (f", as are {len(changed) - 1} more" if len(changed) > 1 else "")
-    if gone:
-        return f"{gone[0]} is missing" + (f", as are {len(gone) - 1} more" if len(gone) > 1 else "")
-    return "its files are read in another order" if ends[0] != ends[1] else None
+    if len(new) == len(gone) == 1:
+        ((old_name, old_size),) = gone.items()
+        ((new_name, new_size),) = new.items()
+        return f"{old_name} ({old_size:,} bytes) was read, and now {new_name} ({new_size:,} bytes)"
+    for files, what in ((new, "new"), (gone, "missing")):
+        if files:
+            others = f", as are {len(files) - 1} more" if len(files) > 1 else ""
+            return f"{next(iter(files))} is {what}{others}"
+    return "its files are read in another order" if hashes_before != hashes_now else None

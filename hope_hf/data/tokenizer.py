@@ -22,7 +22,8 @@ from hope_hf.common.program import program
 
 from .corpora import BYTES_PER_TOKEN, Needed, passing
 from .encoding import plain_ids
-from .files import find_files, load_files
+from .file_names import find_files
+from .files import load_files
 from .mixture import Corpus, read_mixture
 from .vocabulary import DEFAULT_VOCAB_SIZE, SMALLEST_VOCABULARY, save_tokenizer, train_tokenizer
 
@@ -78,8 +79,11 @@ def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
 
 def text_bytes(documents: Dataset) -> int:
     """Bytes of all documents in UTF-8."""
-    tables = documents.select_columns(["text"]).with_format("arrow").iter(100) if len(documents) else ()
-    return sum(pc.sum(pc.binary_length(table["text"])).as_py() or 0 for table in tables)
+    size = 0
+    if len(documents):
+        for table in documents.select_columns(["text"]).with_format("arrow").iter(100):
+            size += pc.sum(pc.binary_length(table["text"])).as_py() or 0
+    return size
 
 
 # Bytes of each corpus that are measured.
@@ -88,9 +92,14 @@ _BYTES = 1_000_000
 
 def report_on(tokenizer: PreTrainedTokenizerBase, texts: list[Text]) -> dict:
     """JSON-able: bytes per token, unknown tokens and exact round trips on 1 MB of each corpus; special tokens."""
-    corpora = {text.name: _measure(tokenizer, [*drawn(text.documents, text.size, _BYTES)]) for text in texts}
-    total_bytes = sum(corpus["bytes"] for corpus in corpora.values())
-    total_tokens = sum(corpus["tokens"] for corpus in corpora.values())
+    corpora = {}
+    total_bytes = 0
+    total_tokens = 0
+    for text in texts:
+        facts = _measure(tokenizer, list(drawn(text.documents, text.size, _BYTES)))
+        corpora[text.name] = facts
+        total_bytes += facts["bytes"]
+        total_tokens += facts["tokens"]
     return {
         "vocab_size": len(tokenizer),
         "bytes_per_token": total_bytes / total_tokens,
@@ -100,14 +109,23 @@ def report_on(tokenizer: PreTrainedTokenizerBase, texts: list[Text]) -> dict:
 
 
 def _measure(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> dict:
-    ids = [plain_ids(tokenizer, text) for text in texts]
-    size, tokens = sum(len(text.encode()) for text in texts), sum(map(len, ids))
+    size = 0
+    tokens = 0
+    unknown_tokens = 0
+    exact_round_trips = 0
+    for text in texts:
+        ids = plain_ids(tokenizer, text)
+        size += len(text.encode())
+        tokens += len(ids)
+        if tokenizer.unk_token:
+            unknown_tokens += ids.count(tokenizer.unk_token_id)
+        exact_round_trips += tokenizer.decode(ids) == text
     return {
         "bytes": size,
         "tokens": tokens,
         "bytes_per_token": size / max(1, tokens),
-        "unknown_tokens": sum(row.count(tokenizer.unk_token_id) for row in ids) if tokenizer.unk_token else 0,
-        "exact_round_trips": sum(tokenizer.decode(row) == text for row, text in zip(ids, texts, strict=True)),
+        "unknown_tokens": unknown_tokens,
+        "exact_round_trips": exact_round_trips,
         "documents": len(texts),
     }
 
@@ -153,8 +171,8 @@ def main(argv: list[str]) -> int:
     check_output(args.output_dir, "--output_dir")
     texts = _texts(args)
     if not any(text.size for text in texts):
-        named = next(f"--{name} {getattr(args, name)}" for name in _SOURCES if getattr(args, name))
-        raise ValueError(f"{named} holds no text: give a file with text.")
+        (name,) = _named_sources(args)
+        raise ValueError(f"--{name} {getattr(args, name)} holds no text: give a file with text.")
     tokenizer = train_tokenizer(sample(texts, args.max_bytes), args.vocab_size)
     save_tokenizer(tokenizer, args.output_dir)
     report = report_on(tokenizer, texts)
@@ -169,17 +187,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _texts(args) -> list[Text]:
-    named = [f"--{name}" for name in _SOURCES if getattr(args, name)]
-    if len(named) != 1:
-        found = f"{' and '.join(named)} name" if named else "Nothing names"
-        raise ValueError(f"{found} the text: give exactly one of --files, --dataset_name, --dataset_mixture.")
+def _named_sources(args: Arguments) -> list[str]:
+    return [name for name in _SOURCES if getattr(args, name)]
+
+
+def _texts(args: Arguments) -> list[Text]:
+    if len(_named_sources(args)) != 1:
+        raise ValueError("Give exactly one of --files, --dataset_name and --dataset_mixture for the text.")
     if args.dataset_config_name and not args.dataset_name:
         raise ValueError("--dataset_config_name needs a --dataset_name: add it.")
     if args.files:
         options = {"column": args.text_column, "on_bad_rows": args.on_bad_rows}
-        found = {name: find_files(name, "--files") for name in as_list(args.files)}
-        return [Text(name, load_files(paths, "--files", **options)) for name, paths in found.items()]
+        texts = []
+        for name in dict.fromkeys(as_list(args.files)):
+            texts.append(Text(name, load_files(find_files(name, "--files"), "--files", **options)))
+        return texts
     if args.dataset_name:
         corpus = Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name, text_column=args.text_column)
         return [Text(args.dataset_name, passing(corpus, "--dataset_name")[0])]

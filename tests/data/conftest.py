@@ -11,6 +11,12 @@ from hope_hf.data import shard_writer
 from hope_hf.data.prepare import main
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    """Each test has a cache of its own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory) -> Iterator[Path]:
     """The mixture file; its tokenizer is beside it. Little text is encoded together, so there are several shards."""

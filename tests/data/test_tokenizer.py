@@ -174,8 +174,8 @@ def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
         (["--files", str(tmp_path / "none.txt")], "--files .*none.txt does not exist"),
         (["--files", str(text_file), "--vocab_size", "200"], "--vocab_size is 200: give a whole number from 258"),
         (["--file", str(text_file)], "Unrecognized arguments: --file"),
-        ([], "Nothing names the text: give exactly one of --files, --dataset_name, --dataset_mixture."),
-        (["--files", str(text_file), "--dataset_name", "a/b"], "--files and --dataset_name name the text: give exact"),
+        ([], "--files, --dataset_name and --dataset_mixture"),
+        (["--files", str(text_file), "--dataset_name", "a/b"], "--files, --dataset_name and"),
         (["--files", str(text_file), "--dataset_config_name", "a"], "--dataset_config_name needs a --dataset_name"),
     ]:
         assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2

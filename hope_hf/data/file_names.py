@@ -1,0 +1,105 @@
+"""Local files by their names: found, checked, and counted.
+
+Files are opened by their exact names: nothing in a name is a pattern or a URL where a file of that name exists.
+"""
+
+import glob
+import os
+from collections.abc import Iterator
+
+from hope_hf.common.flags import as_list
+from hope_hf.common.process import warn_once
+
+from .csv_files import csv_has_no_rows
+from .document_file import ARCHIVES, CODECS, KINDS, WRONG_CONTENT, kind_of, open_document_file, unpacked_ending
+from .json_files import json_has_no_rows
+from .saved_folder import is_saved, saved_files
+from .table_files import Table
+
+
+def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
+    """The files that paths and glob patterns name, each once, the matches of a pattern sorted and all of one kind.
+
+    A name that exists is no pattern, whatever characters it has; nor are existing folders at its beginning. A folder
+    must come from `Dataset.save_to_disk`; `split` is read if it has splits. Files without rows among others are left
+    out, with a warning. Raises ValueError naming `flag` and file.
+    """
+    paths = []
+    for name in as_list(names):
+        paths += _expand(name, flag, split)
+    paths = list(dict.fromkeys(paths))
+    filled = []
+    empty = []
+    for path in paths:
+        (empty if _has_no_rows(path) else filled).append(path)
+    if not filled:
+        what = "holds no rows with text" if os.path.getsize(empty[0]) else "is empty"
+        raise ValueError(f"{flag} {empty[0]} {what}: give a file with text.")
+    if empty:
+        first = f"{empty[0]} is" if len(empty) == 1 else f"{empty[0]} and {len(empty) - 1:,} more are"
+        warn_once(f"{flag}: {first} empty and left out, {len(filled):,} of {len(paths):,} files are read.")
+    return filled
+
+
+def size_of_files(names: str | list[str], flag: str) -> int:
+    """Bytes of the files that `find_files` finds, as they lie on the disk."""
+    return sum(map(os.path.getsize, find_files(names, flag)))
+
+
+def _expand(name: str, flag: str, split: str) -> list[str]:
+    """The files of one path or pattern."""
+    if os.path.isdir(name):
+        if not is_saved(name):
+            example = os.path.join(name, "*.txt")
+            raise ValueError(f"{flag} {name} is a folder: name its files, for example {example}")
+        paths = saved_files(name, f"{flag} {name}", split)
+    elif os.path.exists(name):
+        paths = [name]
+    else:
+        paths = sorted(filter(os.path.isfile, _glob(name)))
+    if not paths:
+        kind = "matches no file" if glob.has_magic(name) else "does not exist"
+        raise ValueError(f"{flag} {name} {kind}: check the path.")
+    for path in paths:
+        _check(path, flag)
+    if len(set(map(kind_of, paths))) > 1:
+        raise ValueError(f"{flag} {name} matches files of several kinds: name those of one kind, such as '*.txt'.")
+    return paths
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """The matches of a pattern; characters in the names of existing folders are not meant as one."""
+    folder = os.path.dirname(pattern)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return glob.iglob(glob.escape(folder) + pattern[len(folder) :], recursive=True)
+
+
+def _check(path: str, flag: str) -> None:
+    if unpacked_ending(path) in ARCHIVES:
+        raise ValueError(f"{flag} {path} is compressed: unpack it, and name the files that were in it.")
+    if kind_of(path) is None:
+        kinds = ", ".join(KINDS)
+        raise ValueError(
+            f"{flag} {path} is none of {kinds}, nor one of these as {', '.join(CODECS)}: convert or rename it."
+        )
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
+
+
+def _has_no_rows(path: str) -> bool:
+    """Whether a file is empty, or a table without rows, as Spark and pandas write them."""
+    if os.path.getsize(path) == 0:
+        return True
+    try:
+        with open_document_file(path) as (kind, stream):
+            if kind == "text":
+                return not stream.read(1)
+            if kind == "json":
+                return json_has_no_rows(stream)
+            if kind in ("csv", "tsv"):
+                return csv_has_no_rows(stream)
+            return Table(kind, stream).has_no_rows()
+    except WRONG_CONTENT:
+        # Reading it reports what is wrong.
+        return False
