@@ -26,12 +26,17 @@ class ValidationBatches(Indexed):
 
     def __init__(self, blocks: Sequence[Block], layout: Layout, padding: int, positions: bool):
         super().__init__(-(-len(blocks) // layout.batch_size))
-        self.blocks, self.block_size, self.batch_size = blocks, layout.block_size, layout.batch_size
-        self.padding, self.positions = padding, positions
+        self.blocks = blocks
+        self.block_size = layout.block_size
+        self.batch_size = layout.batch_size
+        self.padding = padding
+        self.positions = positions
 
     def _make(self, index: int) -> dict[str, Tensor]:
-        rows = range(index * self.batch_size, min((index + 1) * self.batch_size, len(self.blocks)))
-        return collate([self.blocks[row] for row in rows], self.block_size, self.padding, self.positions)
+        first = index * self.batch_size
+        last = min(first + self.batch_size, len(self.blocks))
+        rows = [self.blocks[row] for row in range(first, last)]
+        return collate(rows, self.block_size, self.padding, self.positions)
 
 
 @dataclass

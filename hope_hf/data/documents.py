@@ -145,7 +145,8 @@ def _load(
     documents = load_files(
         files, flag, streaming, config.text_column, config.on_bad_rows, config.assistant_only_loss, template
     )
-    return documents, f"{shown_names(names)} ({len(files)} files)" if len(files) > 1 else shown_names(names)
+    description = shown_names(names)
+    return documents, f"{description} ({len(files)} files)" if len(files) > 1 else description
 
 
 def training_source(config: DataConfig) -> str:
@@ -279,8 +280,8 @@ def _nearest_break(text: str, pattern: re.Pattern, first: int, end: int, last: f
 def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None, config: DataConfig):
     percentage = config.validation_split_percentage
     if held is None:
-        held = train.filter(lambda row: held_out(row["text"] or "", percentage))
-        train = train.filter(lambda row: not held_out(row["text"] or "", percentage))
+        held = train.filter(partial(_is_held_out, percentage))
+        train = train.filter(partial(_is_trained_on, percentage))
     if isinstance(held, IterableDataset):
         rows = read_stream(held, training_source(config))
         texts = [row["text"] for row in islice(rows, config.max_eval_samples or HELD_OUT_OF_A_STREAM)]
@@ -291,6 +292,14 @@ def _split_stream(train: IterableDataset, held: Dataset | IterableDataset | None
             )
         held = Dataset.from_dict({"text": texts})
     return train, held
+
+
+def _is_held_out(percentage: float, row: dict) -> bool:
+    return held_out(row["text"] or "", percentage)
+
+
+def _is_trained_on(percentage: float, row: dict) -> bool:
+    return not _is_held_out(percentage, row)
 
 
 def _first(documents, count: int | None):

@@ -36,8 +36,8 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
         what = "holds no rows with text" if os.path.getsize(empty[0]) else "is empty"
         raise ValueError(f"{flag} {empty[0]} {what}: give a file with text.")
     if empty:
-        first = f"{empty[0]} is" if len(empty) == 1 else f"{empty[0]} and {len(empty) - 1:,} more are"
-        warn_once(f"{flag}: {first} empty and left out, {len(filled):,} of {len(paths):,} files are read.")
+        more = f" and {len(empty) - 1:,} more are" if len(empty) > 1 else " is"
+        warn_once(f"{flag}: {empty[0]}{more} empty and left out, {len(filled):,} of {len(paths):,} files are read.")
     return filled
 
 

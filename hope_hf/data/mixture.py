@@ -124,9 +124,14 @@ def read_mixture(path: str, flag: str = "The mixture") -> list[Corpus]:
     corpora = document.get("corpora") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(corpora, dict) or not corpora:
         raise ValueError(f"{source} must hold the one key 'corpora', with a name and settings for each.")
-    mixture = [_corpus(source, name, settings) for name, settings in corpora.items()]
+    mixture = []
+    weights = {}
+    for name, settings in corpora.items():
+        corpus = _corpus(source, name, settings)
+        mixture.append(corpus)
+        weights[name] = corpus.weight
     try:
-        check_weights({corpus.name: corpus.weight for corpus in mixture}, source)
+        check_weights(weights, source)
     except ValueError as error:
         raise ValueError(f"{error}: give one above 0 to all corpora, or none.") from None
     return [corpus for corpus in mixture if corpus.weight != 0]
@@ -232,9 +237,13 @@ def keep(texts: Iterable[str | None], corpus: Corpus) -> tuple[list[int], Counte
 def seems_to_be(text: str, language: str) -> bool:
     """Whether no language has more of its common words in the text, and these are enough for running text."""
     words = Counter(match[0].lower() for match in islice(re.finditer(r"[^\W\d_]+", text), _MOST_WORDS))
-    counts = {name: sum(words[word] for word in common) for name, common in _WORDS.items()}
-    count = counts[language]
-    return count > 0 and count == max(counts.values()) and count >= _LEAST_SHARE * words.total()
+    count = _common_words(words, language)
+    most = max(_common_words(words, other) for other in LANGUAGES)
+    return count > 0 and count == most and count >= _LEAST_SHARE * words.total()
+
+
+def _common_words(words: Counter, language: str) -> int:
+    return sum(words[word] for word in _WORDS[language])
 
 
 class Judge:

@@ -115,10 +115,13 @@ class TokenStream(Stream):
 
     def __init__(self, documents: Dataset):
         self._documents = documents
-        columns = documents.data.column("input_ids").chunks if len(documents) else []
-        self._parts = [column.flatten().to_numpy() for column in columns]
+        self._parts = []
+        lengths = []
+        if len(documents):
+            for column in documents.data.column("input_ids").chunks:
+                self._parts.append(column.flatten().to_numpy())
+                lengths.append(column.value_lengths().to_numpy())
         super().__init__(list(map(len, self._parts)))
-        lengths = [column.value_lengths().to_numpy() for column in columns]
         ends = np.concatenate([[0], *lengths]).astype(np.int64).cumsum()
         self.starts = torch.from_numpy(ends[:-1])
         """int64 [documents]: position of every document's EOS."""
@@ -140,8 +143,9 @@ class TokenStream(Stream):
 
     def block(self, start: int, length: int) -> Block:
         """The `length` tokens from `start` on, fewer at the end of the stream."""
-        first, last = torch.searchsorted(self.starts, torch.tensor([start, start + length])).tolist()
-        return Block(self.read(start, start + length), self.starts[first:last] - start)
+        end = start + length
+        first, last = torch.searchsorted(self.starts, torch.tensor([start, end])).tolist()
+        return Block(self.read(start, end), self.starts[first:last] - start)
 
     def digest(self) -> str:
         """A hash of the tokens, the same for the same text and tokenizer wherever it is stored."""

@@ -239,13 +239,19 @@ def _documents(shards: list[Written]) -> int:
 
 
 def _side(shards: list[Written]) -> dict:
-    tokens = sum(shard.tokens for shard in shards)
+    tokens = 0
+    text_bytes = 0
+    entries = []
+    for shard in shards:
+        tokens += shard.tokens
+        text_bytes += shard.text_bytes
+        entries.append({"file": shard.file, "tokens": shard.tokens, "sha256": shard.sha256})
     return {
         "documents": _documents(shards),
         "tokens": tokens,
-        "text_bytes": sum(shard.text_bytes for shard in shards),
+        "text_bytes": text_bytes,
         "sequences": {str(length): tokens // length for length in _SEQUENCES},
-        "shards": [{"file": shard.file, "tokens": shard.tokens, "sha256": shard.sha256} for shard in shards],
+        "shards": entries,
     }
 
 

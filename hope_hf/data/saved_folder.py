@@ -13,7 +13,8 @@ _SPLITS = "dataset_dict.json"
 
 def is_saved(folder: str) -> bool:
     """Whether `save_to_disk` wrote it, of one data set or of several splits."""
-    return os.path.isfile(os.path.join(folder, _STATE)) or os.path.isfile(os.path.join(folder, _SPLITS))
+    # Unlike Path.is_file, it returns False for a name that is too long.
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
 
 
 def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):

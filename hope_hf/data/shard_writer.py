@@ -203,7 +203,8 @@ def _up_to(batch: Encoded, tokens: int) -> Encoded:
     """The first documents until they have `tokens` tokens together."""
     begins = np.cumsum([0, *batch.lengths[:-1]])
     count = int((begins < tokens).sum())
-    return Encoded(batch.tokens[: sum(batch.lengths[:count])], batch.lengths[:count], batch.text_bytes[:count])
+    lengths = batch.lengths[:count]
+    return Encoded(batch.tokens[: sum(lengths)], lengths, batch.text_bytes[:count])
 
 
 class EncodingPool(ProcessPoolExecutor):

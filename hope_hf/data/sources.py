@@ -199,7 +199,9 @@ def open_shards(config: DataConfig) -> OpenSource:
     """The corpora of a folder of shards, with the weights that they were prepared with."""
     folder = open_folder(config.train_shards, "--train_shards")
     tokenizer = folder.tokenizer(config)
-    parts = [replace(corpus, validation=corpus.validation.head(config.max_eval_samples)) for corpus in folder.corpora]
+    parts = []
+    for corpus in folder.corpora:
+        parts.append(replace(corpus, validation=corpus.validation.head(config.max_eval_samples)))
     return _mixed(config, tokenizer, parts, config.train_shards)
 
 
@@ -242,7 +244,9 @@ def _stream_identity(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> 
     facts = text_facts(config, tokenizer)
     tokenizer_hash = facts.pop("tokenizer")
     # A folder is what its files are, in their order; a data set of the Hub is its name.
-    hashes = {flag: [file[-1] for file in files] for flag, files in facts.items()}
+    hashes = {}
+    for flag, files in facts.items():
+        hashes[flag] = [content_hash for _, _, content_hash in files]
     hub_name = None if "--dataset_name" in hashes else config.dataset_name
     return repr((flags, hub_name, hashes, tokenizer_hash))
 
@@ -279,20 +283,24 @@ def _mixed(
     if not held:
         raise ValueError(f"{source} gave no validation text: raise --validation_split_percentage.")
     weights = [part.weight for part in parts]
-    order = Mixed(list(map(len, trains)), None if None in weights else weights, config.seed)
+    if None in weights:
+        weights = None
+    order = Mixed(list(map(len, trains)), weights, config.seed)
     names = [part.name for part in parts]
     _warn_of_shares(names, trains, order)
     blocks = JoinedBlocks(trains)
     tokens = len(blocks) * config.block_size
     held_tokens = sum(len(part.validation) for part in parts)
-    shares = ", ".join(f"{name} {share / len(order):.1%}" for name, share in zip(names, order.shares, strict=True))
+    shares = []
+    for name, places in zip(names, order.shares, strict=True):
+        shares.append(f"{name} {places / len(order):.1%}")
     return OpenSource(
         tokenizer=tokenizer,
         train=partial(BlockLoader, blocks, order, positions=not carry),
         train_tokens=tokens,
         validation=JoinedBlocks(held),
         identity=tuple((part.train.digest(), part.validation.digest(), part.weight) for part in parts),
-        description=f"{source}: {tokens:,} tokens ({shares}); validation {held_tokens:,} tokens",
+        description=f"{source}: {tokens:,} tokens ({', '.join(shares)}); validation {held_tokens:,} tokens",
     )
 
 
@@ -332,9 +340,12 @@ def _tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, workers
 def _sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> CorpusTokens:
     folder = open_folder(corpus.shards, f"corpus {corpus.name}: shards")
     folder.check_tokenizer(tokenizer)
-    train = ShardedStream.join([part.train for part in folder.corpora])
-    held = ShardedStream.join([part.validation.head(config.max_eval_samples) for part in folder.corpora])
-    return CorpusTokens(corpus.name, train, held, corpus.weight)
+    train = []
+    held = []
+    for part in folder.corpora:
+        train.append(part.train)
+        held.append(part.validation.head(config.max_eval_samples))
+    return CorpusTokens(corpus.name, ShardedStream.join(train), ShardedStream.join(held), corpus.weight)
 
 
 def _texts_of_text(config: DataConfig) -> tuple[dict[str, list[str]], str]:

@@ -70,8 +70,8 @@ def _difference_of_files(before: list, now: list) -> str | None:
     """Both are lists of `file_facts`; a file is known by its hash, whatever its name."""
     hashes_before = [file[-1] for file in before]
     hashes_now = [file[-1] for file in now]
-    new = {name: size for name, size, content in now if content not in hashes_before}
-    gone = {name: size for name, size, content in before if content not in hashes_now}
+    new = _sizes_without(now, hashes_before)
+    gone = _sizes_without(before, hashes_now)
     for name, size in new.items():
         if name in gone:
             if gone[name] != size:
@@ -86,3 +86,8 @@ def _difference_of_files(before: list, now: list) -> str | None:
             others = f", as are {len(files) - 1} more" if len(files) > 1 else ""
             return f"{next(iter(files))} is {what}{others}"
     return "its files are read in another order" if hashes_before != hashes_now else None
+
+
+def _sizes_without(files: list, hashes: list[str]) -> dict[str, int]:
+    """Bytes by name of the files whose hash is not one of `hashes`."""
+    return {name: size for name, size, content_hash in files if content_hash not in hashes}

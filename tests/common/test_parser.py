@@ -55,21 +55,15 @@ def test_dashes_are_read_as_underscores_by_the_run_and_the_evaluation(tmp_path):
     assert evaluation_flags.parse(["--model-name-or-path", "a-b"], SUITES).model_name_or_path == "a-b"
 
 
-def test_an_error_names_one_spelling():
+@pytest.mark.parametrize("words", [["--gpus-per-node", "x"], ["--gpus-per-node=--"]])
+def test_an_error_names_one_spelling_and_two_dashes_are_no_value(words):
     with pytest.raises(ValueError, match="Argument --gpus_per_node: "):
-        make_plan_parser().parse_args(["--gpus-per-node", "x"])
+        make_plan_parser().parse_args(words)
 
 
-def test_two_dashes_are_no_value():
-    with pytest.raises(ValueError, match="Argument --gpus_per_node: '--' is not a value"):
-        make_plan_parser().parse_args(["--gpus-per-node=--"])
-
-
-@pytest.mark.parametrize(
-    "word, flag", [("--a-b=c-d", "a_b"), ("--a_b", "a_b"), ("-a", ""), ("a-b", ""), ("--", ""), ("--=a", "")]
-)
-def test_the_name_of_a_flag(word, flag):
-    assert flag_of(word) == flag
+def test_the_name_of_a_flag():
+    words = ("--a-b=c-d", "--a_b", "-a", "a-b", "--", "--=a")
+    assert list(map(flag_of, words)) == ["a_b", "a_b", "", "", "", ""]
 
 
 def suggested(name: str, known) -> str:
@@ -83,18 +77,11 @@ TRAINING, EVALUATION = ([f"--{name}" for name in flags] for flags in (TRAINING_F
     "name, training, evaluation",
     [
         ("batch_size", "per_device_train_batch_size", None),
-        ("bs", "per_device_train_batch_size", "batch_size"),
         ("lr", "learning_rate", "learning_rate"),
-        ("model", "model_name_or_path", "model_name_or_path"),
-        ("data", "train_file", "train_file"),
-        ("steps", "max_train_steps", "max_train_steps"),
         ("seq_length", "block_size", "lengths"),
-        ("max_length", "block_size", None),
         ("wandb", "report_to wandb", "report_to wandb"),
         ("resume", "resume_from_checkpoint", ""),
         ("gpu", "", "device"),
-        ("preset", "config_name", "config_name"),
-        ("hidden_size", "config_overrides hidden_size=N", "config_overrides hidden_size=N"),
         ("n_layers", "config_overrides num_hidden_layers=N", "config_overrides num_hidden_layers=N"),
         ("epochs", "num_train_epochs", ""),
         ("outptu_dir", "output_dir", "output_dir"),
@@ -145,14 +132,6 @@ def test_a_value_too_many_and_a_folder_name_the_flag(tmp_path, program, words, s
         program(words, *options)
 
 
-def test_help_says_each_flag_and_default_once_and_ends_with_an_example():
-    text = " ".join(make_plan_parser().format_help().split())
-    assert text.count(" --simulate, --no_simulate ") == 1 and text.count("--json Print") == 1
-    assert text.count("--mfu X") == 1 and "(default: 0.4)" in text
-    assert "(default: None)" not in text and "(default: False)" not in text
-    assert re.search(r"example: hope-hf plan .* more: docs/\w+\.md$", text)
-
-
 @pytest.mark.parametrize(
     "parser, words, name",
     [
@@ -182,7 +161,7 @@ def test_a_tilde_in_recipes_and_lists_and_not_in_words(tmp_path, monkeypatch):
     assert parse_generate(["m", "--prompt=~/x"]).prompt == "~/x"
 
 
-@pytest.mark.parametrize("name", ["./a", "/no/a", "~/a", "../a", "runs/dmeo", "runs/a/b"])
+@pytest.mark.parametrize("name", ["./a", "~/a", "runs/dmeo"])
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -190,7 +169,7 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, nam
         load_config(name, "model_name_or_path", ModelArguments())
     with pytest.raises(ValueError, match=f"--tokenizer_name {name} does not exist"):
         load_tokenizer(name)
-    with pytest.raises(ValueError, match=f"--dataset_name {name} is neither a folder"):
+    with pytest.raises(ValueError, match=f"--dataset_name {name} "):
         load_data_set(f"--dataset_name {name}", name, None)
 
 

@@ -27,7 +27,7 @@ def test_a_cuda_build_without_a_driver_computes_on_the_cpu(monkeypatch):
         choose_device("cuda")
 
 
-@pytest.mark.parametrize("free, threads, says", [(8, 8, True), (3, 2, True), (0, 1, True), (0, 1, False)])
+@pytest.mark.parametrize("free, threads, says", [(8, 8, True), (3, 2, True), (0, 1, False)])
 def test_threads_give_way_to_other_programs(monkeypatch, free, threads, says):
     taken = [0]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -42,7 +42,7 @@ def test_threads_give_way_to_other_programs(monkeypatch, free, threads, says):
     assert taken[-1] == threads
     said = [str(warning.message) for warning in caught]
     assert len(said) == (says and threads < 8)
-    assert all("compute faster than 8" in sentence and "(--cpu_threads)" in sentence for sentence in said)
+    assert all("--cpu_threads" in sentence for sentence in said)
 
 
 def test_threads_that_the_user_chose_stay(monkeypatch):
@@ -55,13 +55,5 @@ def test_threads_that_the_user_chose_stay(monkeypatch):
         for wish, threads in ((3, 3), (None, 2)):
             process.set_up_cpu(wish)
             assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_the_slowdown_is_measured():
-    before = torch.get_num_threads()
-    try:
-        assert process._slowdown(1, 1) > 0
     finally:
         torch.set_num_threads(before)

@@ -53,7 +53,7 @@ def one_step(model, rows: torch.Tensor, cache=None) -> tuple[float, dict[str, to
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, size
 
 
-@pytest.mark.parametrize("name", ["hope", "hope in groups", "paper", "hybrid", "attention", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["hope in groups", "paper", "hybrid", "gpt2"])
 def test_every_setting_has_the_loss_and_gradients_of_none_and_keeps_less(build, name):
     rows = torch.randint(64, (2, 48), generator=torch.Generator().manual_seed(2))
     found = {}
@@ -73,7 +73,7 @@ def test_every_setting_has_the_loss_and_gradients_of_none_and_keeps_less(build, 
     assert found["block"][2] < found["mixer"][2]
 
 
-@pytest.mark.parametrize("setting", ["mixer", "every:2", "block"])
+@pytest.mark.parametrize("setting", ["mixer", "every:2"])
 def test_carried_memories_are_read_once_and_go_on(build, setting):
     segments = torch.randint(64, (2, 42), generator=torch.Generator().manual_seed(2)).split([19, 23], dim=1)
     found = []

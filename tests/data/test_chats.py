@@ -136,14 +136,6 @@ def test_a_file_of_one_chat_is_no_table_of_columns(tmp_path):
     assert found["text"][:] == [chat_text(CHATS[0])]
 
 
-@pytest.mark.parametrize("on_bad_rows", ["error", "skip"])
-def test_chats_that_take_several_lines_are_read(tmp_path, on_bad_rows):
-    rows = [json.dumps({"id": "x", "messages": chat}, indent=2) for chat in CHATS[:2]]
-    (tmp_path / "a.json").write_text("\n".join(rows) + "\n")
-    found = load_files([str(tmp_path / "a.json")], "--train_file", chats=True, on_bad_rows=on_bad_rows)
-    assert found["text"][:] == list(map(chat_text, CHATS[:2]))
-
-
 def test_no_row_is_lost_to_half_characters_dates_or_empty_tools(tokenizer):
     tokenizer.chat_template = PLAIN_TEMPLATE
     chat = [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b\udc00c"}]
@@ -154,7 +146,7 @@ def test_no_row_is_lost_to_half_characters_dates_or_empty_tools(tokenizer):
     assert chat_text(CHATS[0], tools=[]) == chat_text(CHATS[0], tools="[]") == json.dumps(CHATS[0])
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+@pytest.mark.parametrize("kind", ["jsonl", "folder"])
 def test_the_chats_of_sharegpt_are_read_from_their_column(tmp_path, kind):
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows = []

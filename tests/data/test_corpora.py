@@ -30,7 +30,6 @@ def read(tmp_path, monkeypatch):
         assert streaming and (name, split) == ("hub/web", "train")
         return IterableDataset.from_generator(rows, gen_kwargs={"part": list(range(len(TEXTS)))})
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(documents, "load_dataset", load_dataset)
     monkeypatch.setattr(corpora, "_SHUFFLED", 20)
     return numbers
@@ -71,7 +70,7 @@ def test_a_stream_is_read_no_further_than_its_documents(words, read):
 
 
 def test_a_stream_that_ends_before_its_limit_is_named(words):
-    with pytest.raises(ValueError, match="corpus web has 4... training documents, fewer than max_documents 90000"):
+    with pytest.raises(ValueError, match="corpus web .*max_documents 90000"):
         open_corpus(web(max_documents=90_000), 5, None, 42)
 
 
@@ -122,8 +121,8 @@ def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
     flags = ["--tokenizer_name", str(tmp_path / "tokenizer"), "--output_dir", str(tmp_path / "shards")]
     assert main([str(mixture), *flags]) == 2
     # Five bytes of text a token, and two for the shards on the same disk.
-    assert "has 100.0 GB of free disk and the streamed corpora need about 119.0 GB" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="the streamed corpora need about 85.0 GB: free some, or name a folder on"):
+    assert "119.0 GB" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="85.0 GB.*HF_DATASETS_CACHE"):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 95, 80e9))
         build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=flags[1]))
     assert not read
@@ -131,5 +130,5 @@ def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):
 
 def test_a_limit_that_one_document_far_exceeds_says_so():
     warn_of_excess(Corpus("book", max_tokens=1_000), 1_090)
-    with pytest.warns(UserWarning, match="corpus book gives 90,000 tokens, more than max_tokens 1,000: its last"):
+    with pytest.warns(UserWarning, match="corpus book .*90,000"):
         warn_of_excess(Corpus("book", max_tokens=1_000), 90_000)

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 from datasets.distributed import split_dataset_by_node
 from document_files import write
 
-from hope_hf.data import find_files, load_files, open_sources, passing, plain_name, text_files
+from hope_hf.data import find_files, load_files, open_sources, passing, text_files
 from hope_hf.data.config import DataConfig
 from hope_hf.data.document_file import CODECS
 from hope_hf.data.mixture import Corpus
@@ -62,12 +62,6 @@ def test_a_data_set_folder_may_have_any_name(tmp_path, streaming):
         sources = open_sources(DataConfig(dataset_name=str(tmp_path / folder), streaming=streaming))
         assert [row["text"] for row in sources.train] == [f"{folder} train"]
         assert [row["text"] for row in sources.validation] == [f"{folder} validation"]
-
-
-def test_a_plain_name_stands_for_the_same_file_and_stays_the_same(tmp_path):
-    name = write(tmp_path / "task[1].jsonl", ["a"])
-    assert os.path.samefile(plain_name(name), name) and not set("[]*?") & set(plain_name(name))
-    assert plain_name(plain_name(name)) == plain_name(name)
 
 
 @both
@@ -184,16 +178,6 @@ def test_files_without_rows_are_left_out_and_counted(tmp_path, kind, first):
             assert texts_of(str(tmp_path / f"*.{kind}"), streaming) == ["some text", "more"]
     with pytest.raises(ValueError, match=f"--train_file .*{empty.name}"):
         texts_of(str(empty))
-
-
-def test_several_empty_files_are_counted(tmp_path):
-    name = write(tmp_path / "a.txt", ["a"])
-    (tmp_path / "b.txt").write_text("")
-    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b""))
-    (tmp_path / "list.json").write_text("[\n ]\n")
-    others = [str(tmp_path / other) for other in ("b.txt", "d.txt.gz", "list.json")]
-    with pytest.warns(UserWarning, match="b.txt and 2 more .* 1 of 4 files"):
-        assert texts_of([name, *others]) == ["a"]
 
 
 ROWS = {

@@ -35,55 +35,47 @@ def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
     assert (shards.shards, data_set.dataset_name) == ("/home/me/b", "/home/me/c")
 
 
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ("corpora: [", "cannot be read: "),
-        ("- a", "must hold the one key 'corpora'"),
-        ("corpora: {}", "must hold the one key 'corpora'"),
-        ("corpora: {a: {files: a.txt}}\nseed: 1", "must hold the one key 'corpora'"),
-        ("corpora: {'a/b': {files: a.txt}}", "corpus 'a/b', needs a name of letters, digits, - and _."),
-        ("corpora: {a: a.txt}", "corpus a, must hold lines of the form 'key: value'."),
-        ("corpora: {a: {file: a.txt}}", "corpus a, has an unknown key 'file'; did you mean files?"),
-        ("corpora: {a: {weight: 1}}", "corpus a, names no text: give one of dataset_name, files, shards."),
-        ("corpora: {a: {files: a, shards: b}}", "corpus a, names files and shards: give one of"),
-        ("corpora: {a: {files: a, weight: -1}}", "corpus a, has weight: -1, give 0 or a number from 1e-9 to 1e9."),
-        ("corpora: {a: {files: a, weight: .nan}}", "corpus a, has weight: nan, give 0 or a number from 1e-9 to 1e9."),
-        ("corpora: {a: {files: a, weight: 1.7e+308}}", "has weight: 1.7e+308, give 0 or a number from 1e-9 to 1e9."),
-        ("corpora: {a: {files: a, max_tokens: 0}}", "has max_tokens: 0, give a whole number from 1 to 1e16."),
-        ("corpora: {a: {files: a, max_tokens: 5.5}}", "has max_tokens: 5.5, give a whole number from 1 to 1e16."),
-        ("corpora: {a: {files: a, max_tokens: 5e99}}", ", give a whole number from 1 to 1e16."),
-        ("corpora: {a: {files: a, max_tokens: 1e999}}", "has max_tokens: inf, give a whole number from 1 to 1e16."),
-        ("corpora: {a: {files: a, max_documents: many}}", "has max_documents: 'many', give a whole number from 1"),
-        ("corpora: {a: {files: a, split: train}}", "has split, which has no meaning for files: leave it out."),
-        ("corpora: {a: {files: a, data_dir: b}}", "has data_dir, which has no meaning for files: leave it out."),
-        (
-            "corpora: {a: {files: a, dataset_config_name: b}}",
-            "has dataset_config_name, which has no meaning for",
-        ),
-        ("corpora: {a: {shards: a, split: b}}", "has split, which has no meaning for shards: leave it out."),
-        ("corpora: {a: {dataset_name: builtin, split: b}}", "has split, which has no meaning for the built-in corpus"),
-        ("[a]: 1", "cannot be read: a key is a list or a mapping"),
-        ("corpora: " + "[" * 100_000, "cannot be read: it is nested too deep"),
-        ("corpora: {a: {files: a, deduplicate: 1}}", "has deduplicate: 1, give true or false."),
-        ("corpora: {a: {files: a, language: xx}}", "has language: xx, give one of de, en, es, fr, it, nl, pt."),
-        ("corpora: {a: {shards: a, min_length: 3}}", "has min_length, which has no meaning for shards: leave"),
-        ("corpora: {a: {files: a, weight: 1}, b: {files: b}}", "gives no weight to b: give one above 0 to all"),
-        ("corpora: {a: {files: a, weight: 0}, b: {files: b, weight: 0}}", "gives every corpus the weight 0: give"),
-    ],
-)
-def test_a_mistake_is_named(tmp_path, text, sentence):
-    path = write(tmp_path, text)
+# The settings of corpus `a`, or a whole file, and words of the error.
+MISTAKES = [
+    ("corpora: [", "cannot be read"),
+    ("- a", "'corpora'"),
+    ("corpora: {a: {files: a.txt}}\nseed: 1", "'corpora'"),
+    ("corpora: {'a/b': {files: a.txt}}", "corpus 'a/b'"),
+    ("corpora: {a: a.txt}", "corpus a, "),
+    ("corpora: " + "[" * 100_000, "nested too deep"),
+    ("corpora: {a: {files: a, weight: 1}, b: {files: b}}", "no weight to b"),
+    ("corpora: {a: {files: a, weight: 0}, b: {files: b, weight: 0}}", "weight 0"),
+    ("file: a.txt", "did you mean files?"),
+    ("weight: 1", "no text"),
+    ("files: a, shards: b", "files and shards"),
+    ("files: a, weight: -1", "weight: -1"),
+    ("files: a, weight: .nan", "weight: nan"),
+    ("files: a, weight: 1.7e+308", "weight: 1.7e+308"),
+    ("files: a, max_tokens: 0", "max_tokens: 0"),
+    ("files: a, max_tokens: 5.5", "max_tokens: 5.5"),
+    ("files: a, max_tokens: 1e999", "max_tokens: inf"),
+    ("files: a, max_documents: many", "max_documents: 'many'"),
+    ("files: a, split: train", "split, "),
+    ("shards: a, min_length: 3", "min_length, "),
+    ("dataset_name: builtin, split: b", "split, "),
+    ("files: a, deduplicate: 1", "deduplicate: 1"),
+    ("files: a, language: xx", "language: xx"),
+]
+
+
+@pytest.mark.parametrize("text, words", MISTAKES)
+def test_a_mistake_is_named(tmp_path, text, words):
+    path = write(tmp_path, text if text.startswith(("corpora", "-")) else f"corpora: {{a: {{{text}}}}}")
     with pytest.raises(ValueError) as raised:
         read_mixture(path)
-    assert f"The mixture {path}" in str(raised.value) and sentence in str(raised.value)
+    assert f"The mixture {path}" in str(raised.value) and words in str(raised.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: No such file or directory\."):
+    with pytest.raises(ValueError, match="The mixture .*mix.yaml "):
         read_mixture(str(tmp_path / "mix.yaml"))
     os.mkfifo(tmp_path / "mix.yaml")
-    with pytest.raises(ValueError, match=r"The mixture .*mix.yaml cannot be read: it is not a regular file\."):
+    with pytest.raises(ValueError, match="The mixture .*mix.yaml "):
         read_mixture(str(tmp_path / "mix.yaml"))
 
 
@@ -120,13 +112,8 @@ def test_every_condition_counts_what_it_drops():
     kept, dropped = keep(texts, Corpus("a", min_length=10, max_length=50, deduplicate=True))
     assert kept == [0, 6]
     assert dropped == {"min_length": 1, "deduplicate": 1, "blank": 2, "max_length": 1}
-
-
-def test_without_conditions_only_blank_documents_are_dropped():
     assert keep(["a", "a", "", "b"], Corpus("a")) == ([0, 1, 3], {"blank": 1})
-
-
-def test_lengths_count_characters_and_include_their_bounds():
+    # In characters, bounds included.
     assert keep(["é" * 4, "é" * 5, "é" * 6], Corpus("a", min_length=5, max_length=5))[0] == [1]
 
 

@@ -35,12 +35,6 @@ def test_every_document_begins_with_eos_and_nothing_is_lost(tokenizer):
     assert [tokenizer.decode(piece[1:]) for piece in pieces] == ["the cat", "sat on\tthe mät 🐈", "x"]
 
 
-def test_a_text_that_spells_the_eos_token_does_not_become_one(tokenizer):
-    (tokens,) = make_encoder(tokenizer)(["a<|endoftext|>b"])
-    assert tokens.count(tokenizer.eos_token_id) == 1
-    assert tokenizer.decode(tokens[1:]) == "a<|endoftext|>b"
-
-
 def test_read_crosses_documents_and_stored_pieces():
     documents = [list(range(start, start + length)) for start, length in ((0, 5), (5, 1), (6, 700), (706, 3))]
     together = Dataset.from_dict({"input_ids": documents})
@@ -58,13 +52,6 @@ def test_read_crosses_documents_and_stored_pieces():
 def test_a_slice_of_stored_documents_gives_their_tokens_only():
     stream = TokenStream(Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5], [6]]}).select(range(1, 3)))
     assert stream.read(0, 9).tolist() == [3, 4, 5] and stream.starts.tolist() == [0, 1] and len(stream) == 3
-
-
-def test_a_selection_of_documents_is_respected():
-    documents = Dataset.from_dict({"text": ["a" * 3, "b" * 4, "c" * 5]}).select([2, 0])
-    tokenizer = train_tokenizer([], 258)
-    stream = tokenize(documents, make_encoder(tokenizer))
-    assert tokenizer.decode(stream.read(0, len(stream)), skip_special_tokens=True) == "cccccaaa"
 
 
 def test_blocks_cut_the_stream_and_know_where_documents_begin():
@@ -108,7 +95,7 @@ def test_random_blocks_depend_on_seed_and_index_only():
 
 
 def test_a_killed_process_is_a_sentence():
-    with pytest.raises(ValueError, match="One of the 2 processes of --preprocessing_num_workers was killed, perhaps"):
+    with pytest.raises(ValueError, match="--preprocessing_num_workers"):
         tokenize(Dataset.from_dict({"text": ["a", "b"]}), lambda texts: os._exit(137), 2)
 
 

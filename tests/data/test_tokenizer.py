@@ -4,8 +4,6 @@ import inspect
 import json
 import random
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -51,23 +49,17 @@ def test_a_tokenizer_that_is_not_the_model_s_is_named(tmp_path, recwarn):
     (tmp_path / "broken/tokenizer.json").write_text("{")
     warn_of_other_tokenizer(made["other"], str(tmp_path / "broken"))
     assert not recwarn
-    with pytest.warns(
-        UserWarning, match="other is another tokenizer than that in .*model, to which its ids mean other"
-    ):
+    with pytest.warns(UserWarning, match="other is another tokenizer than that in .*model"):
         warn_of_other_tokenizer(made["other"], str(tmp_path / "model"))
 
 
-def test_files_without_text_make_no_tokenizer(tmp_path, capsys):
-    (tmp_path / "a.csv").write_text("text\n")
-    assert main(["--files", str(tmp_path / "a.csv"), "--output_dir", str(tmp_path / "made")]) == 2
-    assert f"--files {tmp_path}/a.csv holds no rows with text" in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
-
-
 @pytest.mark.parametrize("text", [TEXT, ODD, " leading", "trailing ", "\n"])
-def test_round_trip_is_exact(tokenizer, text):
+def test_round_trip_is_exact_and_bytes_are_counted(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text
+    table = bytes_per_id(tokenizer)
+    assert sum(table[index] for index in ids) == len(text.encode())
+    assert table[tokenizer.eos_token_id] == table[tokenizer.pad_token_id] == 0
 
 
 def test_training_is_deterministic_and_fills_the_vocabulary(tokenizer):
@@ -90,14 +82,6 @@ def test_saved_tokenizer_loads_through_the_auto_class(tokenizer, tmp_path):
     assert load_tokenizer(str(tmp_path)).decode(loaded(TEXT)["input_ids"]) == TEXT
 
 
-@pytest.mark.parametrize("text", [TEXT, ODD])
-def test_bytes_of_a_byte_level_tokenizer_are_exact(tokenizer, text):
-    table = bytes_per_id(tokenizer)
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert sum(table[index] for index in ids) == len(text.encode())
-    assert table[tokenizer.eos_token_id] == table[tokenizer.pad_token_id] == 0
-
-
 def test_bytes_of_a_tokenizer_with_word_marks():
     entries = ["<unk>", "▁the", "▁", "é", "<0x0A>", "</s>"]
     backend = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
@@ -106,13 +90,16 @@ def test_bytes_of_a_tokenizer_with_word_marks():
     assert bytes_per_id(tokenizer) == [0, 4, 1, 2, 1, 0]
 
 
-def test_command_line_writes_the_same_tokenizer_as_the_function(text_file, tmp_path, capsys):
-    assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(tmp_path / "out")]) == 0
-    written = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert written.get_vocab() == train_tokenizer([TEXT], 400).get_vocab()
-    assert "--tokenizer_name" in capsys.readouterr().out
+def test_the_command_writes_the_same_tokenizer_as_the_function_and_over_no_other(text_file, tmp_path, capsys):
+    target = tmp_path / "out"
+    words = ["--files", str(text_file), "--output_dir", str(target), "--vocab_size"]
     # The same command again finds its own result and keeps it.
-    assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(tmp_path / "out")]) == 0
+    assert main([*words, "400"]) == main([*words, "400"]) == 0
+    assert AutoTokenizer.from_pretrained(target).get_vocab() == train_tokenizer([TEXT], 400).get_vocab()
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    assert main([*words, "300"]) == 2
+    assert f"--output_dir {target}" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
 
 
 def test_a_mixture_is_sampled_by_weight_and_reported_on(mixture, tmp_path, capsys):
@@ -131,9 +118,7 @@ def test_a_corpus_of_half_the_bytes_per_token_is_named(tmp_path, capsys):
     files = [tmp_path / "english.txt", tmp_path / "greek.txt"]
     files[0].write_text("the house by the river is the house of the river " * 400)
     files[1].write_text("".join(chr(0x391 + index * 7 % 57) for index in range(300)))
-    with pytest.warns(
-        UserWarning, match=r"greek.txt has 1\.\d+ bytes per token, .*english.txt .*: its text takes twice"
-    ):
+    with pytest.warns(UserWarning, match=r"greek.txt has 1\.\d+ bytes per token"):
         assert main(["--files", *map(str, files), "--vocab_size", "300", "--output_dir", str(tmp_path / "out")]) == 0
 
 
@@ -145,7 +130,7 @@ def test_a_sample_has_the_shares_of_the_weights_and_no_more_than_its_bytes():
     assert "".join(sample([Text("a", documents)], 1_000_000)) == "é" * 5_000
 
 
-@pytest.mark.parametrize("letters", ["ACGT", "0123456789", "+-*/", " \n"])
+@pytest.mark.parametrize("letters", ["ACGT", " \n"])
 def test_a_text_without_spaces_is_learned_from_in_pieces(letters):
     text = "".join(random.Random(0).choices(letters, k=200_000))
     begin = time.process_time()
@@ -160,38 +145,22 @@ def test_words_of_usual_length_are_learned_from_whole():
     assert list(vocabulary._without_long_words(text)) == [text]
 
 
-def test_another_tokenizer_is_not_overwritten(text_file, tmp_path, capsys):
-    target = tmp_path / "out"
-    assert main(["--files", str(text_file), "--vocab_size", "400", "--output_dir", str(target)]) == 0
-    before = {file.name: file.read_bytes() for file in target.iterdir()}
-    assert main(["--files", str(text_file), "--vocab_size", "300", "--output_dir", str(target)]) == 2
-    assert f"--output_dir {target} holds another tokenizer" in capsys.readouterr().err
-    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
-
-
 def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
-    for arguments, message in [
-        (["--files", str(tmp_path / "none.txt")], "--files .*none.txt does not exist"),
-        (["--files", str(text_file), "--vocab_size", "200"], "--vocab_size is 200: give a whole number from 258"),
-        (["--file", str(text_file)], "Unrecognized arguments: --file"),
-        ([], "--files, --dataset_name and --dataset_mixture"),
-        (["--files", str(text_file), "--dataset_name", "a/b"], "--files, --dataset_name and"),
-        (["--files", str(text_file), "--dataset_config_name", "a"], "--dataset_config_name needs a --dataset_name"),
+    (tmp_path / "a.csv").write_text("text\n")
+    file = ["--files", str(text_file)]
+    for arguments, words in [
+        (["--files", str(tmp_path / "none.txt")], "--files .*none.txt"),
+        (["--files", str(tmp_path / "a.csv")], "--files .*a.csv"),
+        ([*file, "--vocab_size", "200"], "--vocab_size is 200"),
+        (["--file", str(text_file)], "--file"),
+        ([], "--files"),
+        ([*file, "--dataset_name", "a/b"], "--dataset_name"),
+        ([*file, "--dataset_config_name", "a"], "--dataset_config_name"),
     ]:
         assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert re.search(message, error)
+        assert error.count("\n") == 1 and re.search(words, error)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.processes
-def test_the_module_runs_as_a_program():
-    result = subprocess.run(
-        [sys.executable, "-m", "hope_hf", "tokenizer", "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0 and "--vocab_size" in result.stdout
-    assert "RuntimeWarning" not in result.stderr
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
