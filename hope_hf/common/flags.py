@@ -99,15 +99,11 @@ class Checked(argparse.Action):
         self.bounds, self.is_text = bounds, is_text
 
     def __call__(self, parser, namespace, values, option_string=None):
-        for value in values if isinstance(values, list) else [values]:
-            self._check(value)
-        found = [self._expanded(value) for value in values] if isinstance(values, list) else self._expanded(values)
-        setattr(namespace, self.dest, found)
+        checked = list(map(self._checked, values)) if isinstance(values, list) else self._checked(values)
+        setattr(namespace, self.dest, checked)
 
-    def _expanded(self, value):
-        return value if self.is_text or not isinstance(value, str) else at_home(value)
-
-    def _check(self, value):
+    def _checked(self, value):
+        """The value, with the user's folder for `~`."""
         name = self.option_strings[0] if self.option_strings else self.metavar
         if isinstance(value, str):
             if not value.strip():
@@ -118,6 +114,7 @@ class Checked(argparse.Action):
         elif not self.bounds.admit(value):
             kind = "whole number" if isinstance(value, int) else "number"
             raise ValueError(f"{name} is {value}: give a {kind} {self.bounds.words(value)}.")
+        return at_home(value) if isinstance(value, str) and not self.is_text else value
 
 
 class Several(Checked):
@@ -266,7 +263,7 @@ def is_missing(name: str) -> bool:
 def require_local(name: str, named: str) -> None:
     """Raise ValueError that begins with `named` if `name` is meant as a path and nothing is there."""
     if is_missing(name):
-        there = next(parent for parent in Path(name).parents if os.path.exists(parent))
+        nearest = next(parent for parent in Path(name).parents if os.path.exists(parent))
         raise ValueError(
-            f"{named} {name} does not exist, and {there} does: look for the name there, or give one of the Hub."
+            f"{named} {name} does not exist, and {nearest} does: look for the name there, or give one of the Hub."
         )

@@ -152,13 +152,16 @@ def flag_of(word: str) -> str:
 def nearest(name: str, known, most: int = 1) -> str:
     """'; did you mean X?' with at most `most` known names close to a wrong one; '' if none is close."""
     dashes = "--" if name.startswith("--") else ""
-    plain = [other.removeprefix(dashes) for other in known]
-    usual = _our_name(name.removeprefix(dashes), plain)
+    name = name.removeprefix(dashes)
+    known = [other.removeprefix(dashes) for other in known]
+    usual = _our_name(name, known)
     if usual is None:
-        matches = difflib.get_close_matches(name.removeprefix(dashes), plain, n=most, cutoff=0.6)
+        matches = difflib.get_close_matches(name, known, n=most, cutoff=0.6)
     else:
         matches = [usual] if usual else []
-    return f"; did you mean {' or '.join(dashes + match for match in matches)}?" if matches else ""
+    if not matches:
+        return ""
+    return f"; did you mean {dashes}{f' or {dashes}'.join(matches)}?"
 
 
 def _our_name(name: str, known: list[str]) -> str | None:
@@ -180,14 +183,18 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
         if flag.startswith("-"):
             known = [f"--{name}" for name in flags]
             raise ValueError(f"There is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--', 1), known)}")
-        before = [flag_of(other) for other in words[: words.index(word)] if other.startswith("--")]
-        if before and os.path.exists(word):
+        flags_before = list(filter(None, map(flag_of, words[: words.index(word)])))
+        if flags_before and os.path.exists(word):
             raise ValueError(
-                f"--{before[-1]} takes one value, and {word!r} is another: if the shell has expanded a pattern, "
-                f"quote the pattern (--{before[-1]} '*.txt')."
+                f"--{flags_before[-1]} takes one value, and {word!r} is another: if the shell has expanded a pattern, "
+                f"quote the pattern (--{flags_before[-1]} '*.txt')."
             )
         instead = "--prompt" if "prompt" in flags else "--flag"
         recipe = "" if "prompt" in flags else ", or a YAML file as the first argument"
         raise ValueError(f"Unexpected argument {word!r}: write {instead} {word}{recipe}.")
-    named = [flag_of(word) for word in words if word.startswith("--")]
-    return {name.removeprefix("no_") if name not in flags else name for name in named}
+    named = set()
+    for word in words:
+        name = flag_of(word)
+        if name:
+            named.add(name if name in flags else name.removeprefix("no_"))
+    return named

@@ -66,9 +66,9 @@ def read_recipe(path: str | Path, flags: Collection[str], left_out: Collection[s
         if key not in flags:
             raise ValueError(f"The recipe {path} has an unknown key {key!r}{nearest(str(key), flags)}")
         values = value if key in _LISTS and isinstance(value, list) and value else [value]
-        for one in values:
+        for single in values:
             # One word, so that a value that looks like a flag is not taken for one.
-            word = f"--{key}={_word(path, key, one)}"
+            word = f"--{key}={_word(path, key, single)}"
             if key not in left_out:
                 words.append(word)
     return words

@@ -127,15 +127,15 @@ def provenance() -> dict:
 
 def command_to_keep() -> list[str]:
     """The words of this process's command, without what a shell line among them says: it may hold a password."""
-    kept = []
+    command = []
     for word in sys.argv:
         flag = flag_of(word)
         if flag in SHELL_LINES and "=" in word:
             word = f"--{flag}={LEFT_OUT}"
-        elif kept and flag_of(kept[-1]) in SHELL_LINES and "=" not in kept[-1]:
+        elif command and flag_of(command[-1]) in SHELL_LINES and "=" not in command[-1]:
             word = LEFT_OUT
-        kept.append(word)
-    return kept
+        command.append(word)
+    return command
 
 
 @contextmanager

@@ -224,10 +224,10 @@ def _split(
 
 def require_as_many(corpus: Corpus, limit: str, count: int) -> None:
     """Raise ValueError if the corpus has fewer training documents or tokens than its key `limit` sets."""
-    asked = getattr(corpus, limit)
-    if asked is not None and count < asked:
+    value = getattr(corpus, limit)
+    if value is not None and count < value:
         kind = limit.removeprefix("max_")
-        raise ValueError(f"corpus {corpus.name} has {count} training {kind}, fewer than {limit} {asked}: lower it.")
+        raise ValueError(f"corpus {corpus.name} has {count} training {kind}, fewer than {limit} {value}: lower it.")
 
 
 def warn_of_excess(corpus: Corpus, tokens: int) -> None:

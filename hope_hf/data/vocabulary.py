@@ -110,9 +110,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output_dir: str | Path):
                 tokenizer.save_pretrained(scratch)
             files = sorted(Path(scratch).iterdir())
             for written in files:
-                there = folder / written.name
+                target = folder / written.name
                 # Reading a pipe would block for ever.
-                if there.exists() and not (there.is_file() and there.read_bytes() == written.read_bytes()):
+                if target.exists() and not (target.is_file() and target.read_bytes() == written.read_bytes()):
                     raise ValueError(
                         f"--output_dir {folder} holds another tokenizer ({written.name} differs): "
                         "name another folder or remove that one."

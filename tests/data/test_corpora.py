@@ -83,21 +83,6 @@ def test_what_is_evaluated_is_never_trained_on(words, read):
     assert of(held) <= of(trained.validation) and not of(held) & of(trained.train)
 
 
-def test_shards_and_runs_are_made_of_the_same_documents(words, read, tmp_path, capsys):
-    words.save_pretrained(tmp_path / "tokenizer")
-    mixture = tmp_path / "mix.yaml"
-    corpus = "dataset_name: hub/web, text_column: content, streaming: true, max_tokens: 9e3, deduplicate: true"
-    mixture.write_text(f"corpora: {{web: {{{corpus}}}}}")
-    name = ["--tokenizer_name", str(tmp_path / "tokenizer")]
-    share = ["--validation_split_percentage", "5"]
-    assert main([str(mixture), *name, *share, "--output_dir", str(tmp_path / "shards")]) == 0
-    read.clear()
-    run = {"tokenizer_name": name[1], "block_size": 32}
-    raw = build_data(DataConfig(dataset_mixture=str(mixture), **run))
-    prepared = build_data(DataConfig(train_shards=str(tmp_path / "shards"), **run))
-    assert not read and raw.train_tokens == prepared.train_tokens
-
-
 def test_limits_hold_for_the_tokenizers_text(read, tmp_path):
     mixture = tmp_path / "mix.yaml"
     mixture.write_text(
