@@ -29,7 +29,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path):
     assert draw_or_warn(lambda path: path.write_bytes(b""), path) == path
 
 
-@pytest.mark.parametrize("asked", ["svg", "module://not.installed"])
+@pytest.mark.parametrize("asked", ["svg", pytest.param("module://not.installed", marks=pytest.mark.long)])
 def test_figures_of_the_caller_keep_their_backend(asked):
     """As in a notebook, whose backend shows figures; one that is not installed must not end a run."""
     program = (

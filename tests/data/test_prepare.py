@@ -173,7 +173,7 @@ PROGRESS = [
     ("^", "[" * 100_000 + "\n", "line 1 is not a shard"),
     ("^.*\n", "", "line 1 is repeated or out of order"),
     ("^(.*\n)", r"\1\1", "line 2 is repeated or out of order"),
-    ("notes/", "../x/", "line 1 is not a shard: file is '../x/"),
+    ('"file": "notes/', '"file": "../x/', "line 1 is not a shard: file is '../x/"),
     ("notes/", "other/", "line 1 is repeated or out of order"),
     ('"tokens": ', '"tokens": -', "line 1 is not a shard: tokens is -"),
     ('"last"', '"more": 1, "last"', "line 1 is not a shard"),
