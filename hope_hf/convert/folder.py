@@ -34,7 +34,7 @@ class Converted:
 
 
 def convert_folder(
-    place: str,
+    name_or_path: str,
     out: Path,
     changes: Changes,
     gguf_file: str | None = None,
@@ -44,10 +44,10 @@ def convert_folder(
     """Convert a model to a HOPE, and check that it is exact.
 
     Args:
-        place: a folder or a name on the Hub.
+        name_or_path: a folder or a name on the Hub.
         out: does not exist or is empty; it appears complete and checked, or not at all.
         changes: what the HOPE has otherwise.
-        gguf_file: a GGUF file in `place`, to convert instead of safetensors.
+        gguf_file: a GGUF file in `name_or_path`, to convert instead of safetensors.
         license: the Hub's name of the weights' licence; None: the source's.
         adapter: folder or Hub name of an adapter of the model, which is merged into it.
 
@@ -57,7 +57,7 @@ def convert_folder(
         CheckFailed: the written model differs from its source.
     """
     require_new(out, "--output_dir")
-    source = open_source(place, gguf_file, adapter)
+    source = open_source(name_or_path, gguf_file, adapter)
     config = hope_config(source.config, source.named, changes)
     with new_folder(out, "--output_dir") as folder:
         paths, generation = source.read(folder.parent / f"{folder.name}-source")

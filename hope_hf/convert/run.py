@@ -55,55 +55,65 @@ def make_parser() -> Parser:
 @program
 def main(argv: list[str]) -> int:
     """Convert. Returns 0, or 1 where the written model differs from its source, or 2 after a mistake of the user."""
+    options = make_parser().parse_args(argv)
+    name_or_path = _model(getattr(options, "model", None), options.source)
+    check_output(options.output_dir, "--output_dir")
+    if options.adapter is not None and options.gguf_file is not None:
+        raise ValueError("--adapter is for a model in safetensors: leave --gguf_file out, or merge it beforehand.")
+    changes = _changes(options)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    set_up_cpu(None)
+    return_freed_memory()
+    out = Path(options.output_dir)
+    if options.adapter is not None:
+        config = load_config(name_or_path, "from", ModelArguments())
+        if is_hope(config):
+            return _adapt(options, name_or_path, config, out)
     try:
-        options = make_parser().parse_args(argv)
-        place = _model(getattr(options, "model", None), options.source)
-        check_output(options.output_dir, "--output_dir")
-        if options.adapter is not None and options.gguf_file is not None:
-            raise ValueError("--adapter is for a model in safetensors: leave --gguf_file out, or merge it beforehand.")
-        if options.attention_sinks is not None and options.sliding_window is None:
-            raise ValueError("--attention_sinks needs a window: add --sliding_window N or leave it out.")
-        changes = Changes(
-            _numbers(options.levels, "--levels", least=2),
-            _numbers(options.memory_layers, "--memory_layers", least=0),
-            options.sliding_window,
-            SINKS if options.attention_sinks is None else options.attention_sinks,
-        )
-        for fast, slow in pairwise(changes.levels):
-            if slow % fast:
-                raise ValueError(
-                    f"--levels {options.levels} is not fast to slow in multiples: write each period as a multiple of "
-                    "the one before, such as 512,2048."
-                )
-        if not sys.stderr.isatty():
-            transformers.utils.logging.disable_progress_bar()
-        set_up_cpu(None)
-        return_freed_memory()
-        out = Path(options.output_dir)
-        if options.adapter is not None:
-            config = load_config(place, "from", ModelArguments())
-            if is_hope(config):
-                return _adapt(options, place, config, out)
-        made = convert_folder(place, out, changes, options.gguf_file, options.license, options.adapter)
+        converted = convert_folder(name_or_path, out, changes, options.gguf_file, options.license, options.adapter)
     except CheckFailed as error:
         return print_error(f"{str(error).rstrip('.')}; nothing was written.", 1)
-    dtype, found = str(made.dtype).removeprefix("torch."), made.agreement
+    dtype = str(converted.dtype).removeprefix("torch.")
+    agreement = converted.agreement
     print(
-        f"{out} is complete and checked: {made.parameters:,} parameters in {made.files} file(s) of {dtype}.\n"
-        f"Compared with {made.peer}.\n"
-        f"Largest difference of a logit, over {found.tokens} tokens and behind padding: {found.difference:.1e}.\n"
-        f"The most likely token is the same at all of them, and {found.new_tokens} greedy tokens after them are, too."
+        f"{out} is complete and checked: {converted.parameters:,} parameters in {converted.files} file(s) of "
+        f"{dtype}.\n"
+        f"Compared with {converted.peer}.\n"
+        f"Largest difference of a logit, over {agreement.tokens} tokens and behind padding: "
+        f"{agreement.difference:.1e}.\n"
+        f"The most likely token is the same at all of them, and {agreement.new_tokens} greedy tokens after them are, "
+        "too."
     )
     return 0
 
 
-def _adapt(options: Namespace, place: str, config: HopeConfig, out: Path) -> int:
+def _changes(options: Namespace) -> Changes:
+    """What the flags change in the model."""
+    if options.attention_sinks is not None and options.sliding_window is None:
+        raise ValueError("--attention_sinks needs a window: add --sliding_window N or leave it out.")
+    levels = _numbers(options.levels, "--levels", least=2)
+    for fast, slow in pairwise(levels):
+        if slow % fast:
+            raise ValueError(
+                f"--levels {options.levels} is not fast to slow in multiples: write each period as a multiple of "
+                "the one before, such as 512,2048."
+            )
+    return Changes(
+        levels=levels,
+        memory_layers=_numbers(options.memory_layers, "--memory_layers", least=0),
+        sliding_window=options.sliding_window,
+        attention_sinks=SINKS if options.attention_sinks is None else options.attention_sinks,
+    )
+
+
+def _adapt(options: Namespace, name_or_path: str, config: HopeConfig, out: Path) -> int:
     """Turn an adapter of the source into one of a model that was converted before."""
     for name in ("levels", "memory_layers", "sliding_window", "license"):
         if getattr(options, name) is not None:
-            raise ValueError(f"--{name} is for a new model, and {place} is a HOPE already: leave it out.")
-    maps = convert_adapter(options.adapter, place, config, out)
-    print(f"{out} is complete: an adapter of {place}, of {maps} linear maps.")
+            raise ValueError(f"--{name} is for a new model, and {name_or_path} is a HOPE already: leave it out.")
+    maps = convert_adapter(options.adapter, name_or_path, config, out)
+    print(f"{out} is complete: an adapter of {name_or_path}, of {maps} linear maps.")
     return 0
 
 
@@ -118,7 +128,9 @@ def _model(word: str | None, flag: str | None) -> str:
 
 def _numbers(text: str | None, flag: str, least: int) -> tuple[int, ...]:
     """Whole numbers between commas, each at least `least` and given once."""
-    words = [] if text is None else [word.strip() for word in text.split(",")]
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) >= least for word in words):
         raise ValueError(
             f"{flag} is {text!r}: write whole numbers of {least} or more, such as {least or 2},{least + 8}."

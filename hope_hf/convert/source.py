@@ -29,7 +29,7 @@ class Source:
         named: how error messages name it.
         name: how a card names it, without folders of this machine.
         is_public: whether `name` is one on the Hub.
-        place: its folder or name on the Hub.
+        name_or_path: its folder or name on the Hub.
         gguf: the GGUF file in it, if that is converted.
         merged: the model with the adapters that were added to it, if there are any.
         license: the Hub's name of its licence, if its card or file has one.
@@ -38,7 +38,7 @@ class Source:
     named: str
     name: str
     is_public: bool
-    place: str
+    name_or_path: str
     gguf: GgufFile | None
     merged: PreTrainedModel | None
     config: PreTrainedConfig
@@ -65,36 +65,51 @@ class Source:
             self.merged.save_pretrained(folder, max_shard_size="2GB")
             return weight_files(str(folder), None, self.named), self.merged.generation_config
         if self.gguf is None:
-            return weight_files(self.place, None, self.named), _generation(self.place)
+            return weight_files(self.name_or_path, None, self.named), _generation(self.name_or_path)
         special = {name: getattr(self.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return self.gguf.write(folder), GenerationConfig(**special)
 
 
-def open_source(place: str, gguf_file: str | None, adapter: str | None = None) -> Source:
+def open_source(name_or_path: str, gguf_file: str | None, adapter: str | None = None) -> Source:
     """The model of `--from`, `--gguf_file` and `--adapter`. ValueError that names the flag if it cannot be opened."""
-    merged = None
-    if gguf_file is None:
-        named, gguf = f"--from {place}", None
-        config = load_config(place, "from", ModelArguments())
-        tokenizer = _tokenizer(place_of_tokenizer(place))
-        if adapter is not None or base_of_adapter(place) is not None:
-            merged = _merged(place, config, named, adapter)
-            config = merged.config
-    else:
+    gguf = merged = None
+    if gguf_file is not None:
         named = f"--gguf_file {gguf_file}"
-        gguf = _open_gguf(place, gguf_file, named)
-        config, tokenizer = gguf.config, _gguf_tokenizer(place, gguf)
-    is_public = is_hub_name(place)
-    name = place if is_public else Path(place).resolve().name
-    licence = gguf.license if gguf else None
-    if licence is None and (page := find_file(place, "README.md")):
-        licence = card_metadata(page).license
-    return Source(named, name, is_public, place, gguf, merged, config, tokenizer, licence)
+        gguf = _open_gguf(name_or_path, gguf_file, named)
+        config = gguf.config
+        tokenizer = _gguf_tokenizer(name_or_path, gguf)
+    else:
+        named = f"--from {name_or_path}"
+        config = load_config(name_or_path, "from", ModelArguments())
+        tokenizer = _tokenizer(place_of_tokenizer(name_or_path))
+        if adapter is not None or base_of_adapter(name_or_path) is not None:
+            merged = _merged(name_or_path, config, named, adapter)
+            config = merged.config
+    is_public = is_hub_name(name_or_path)
+    return Source(
+        named=named,
+        name=name_or_path if is_public else Path(name_or_path).resolve().name,
+        is_public=is_public,
+        name_or_path=name_or_path,
+        gguf=gguf,
+        merged=merged,
+        config=config,
+        tokenizer=tokenizer,
+        license=_license(name_or_path, gguf),
+    )
 
 
-def _merged(place: str, config: PreTrainedConfig, named: str, adapter: str | None) -> PreTrainedModel:
+def _license(name_or_path: str, gguf: GgufFile | None) -> str | None:
+    """What the file or the card says."""
+    if gguf is not None and gguf.license is not None:
+        return gguf.license
+    page = find_file(name_or_path, "README.md")
+    return None if page is None else card_metadata(page).license
+
+
+def _merged(name_or_path: str, config: PreTrainedConfig, named: str, adapter: str | None) -> PreTrainedModel:
     """The model with its own adapter and that of `--adapter`, in the dtype of its weights."""
-    model = load_model(place, config, named, dtype="auto")
+    model = load_model(name_or_path, config, named, dtype="auto")
     if adapter is None:
         return model
     of_flag = f"--adapter {adapter}"
@@ -106,15 +121,15 @@ def _merged(place: str, config: PreTrainedConfig, named: str, adapter: str | Non
         raise ValueError(f"{of_flag} cannot be added to {named}: {one_line(error).rstrip('.')}.") from error
 
 
-def _open_gguf(place: str, gguf_file: str, named: str) -> GgufFile:
+def _open_gguf(name_or_path: str, gguf_file: str, named: str) -> GgufFile:
     if not is_gguf_available():
         raise ValueError(f"{named} needs the package gguf: pip install 'hope_hf[gguf]'.")
     try:
-        path = find_file(place, gguf_file)
+        path = find_file(name_or_path, gguf_file)
     except MISTAKES as error:
-        raise ValueError(f"--from {place} cannot be opened: {one_line(error)}") from error
+        raise ValueError(f"--from {name_or_path} cannot be opened: {one_line(error)}") from error
     if path is None:
-        raise ValueError(f"{named} is no file of --from {place}.")
+        raise ValueError(f"{named} is no file of --from {name_or_path}.")
     try:
         return GgufFile(path, named)
     except MISTAKES as error:
@@ -124,10 +139,10 @@ def _open_gguf(place: str, gguf_file: str, named: str) -> GgufFile:
         ) from error
 
 
-def _gguf_tokenizer(place: str, gguf: GgufFile) -> PreTrainedTokenizerBase | None:
+def _gguf_tokenizer(name_or_path: str, gguf: GgufFile) -> PreTrainedTokenizerBase | None:
     """The original's tokenizer where its files lie beside the GGUF, or that of the file's vocabulary."""
     try:
-        beside = _tokenizer(place)
+        beside = _tokenizer(name_or_path)
     except ValueError:
         beside = None
     if beside is not None and gguf.spells(beside):
@@ -135,22 +150,24 @@ def _gguf_tokenizer(place: str, gguf: GgufFile) -> PreTrainedTokenizerBase | Non
     return gguf.tokenizer()
 
 
-def _tokenizer(place: str) -> PreTrainedTokenizerBase | None:
+def _tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
     """None for a model that has none."""
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        if not any(find_file(place, name) for name in ("tokenizer.json", "tokenizer_config.json")):
+        if not any(find_file(name_or_path, name) for name in ("tokenizer.json", "tokenizer_config.json")):
             return None
-        raise ValueError(f"--from {place} has a tokenizer that does not load: {one_line(error)}") from error
+        raise ValueError(f"--from {name_or_path} has a tokenizer that does not load: {one_line(error)}") from error
 
 
-def _generation(place: str) -> GenerationConfig | None:
-    if not find_file(place, "generation_config.json"):
+def _generation(name_or_path: str) -> GenerationConfig | None:
+    if not find_file(name_or_path, "generation_config.json"):
         return None
     try:
-        return GenerationConfig.from_pretrained(place)
+        return GenerationConfig.from_pretrained(name_or_path)
     except MISTAKES as error:
         reason = one_line(error).rstrip(".")
-        raise ValueError(f"--from {place}: generation_config.json cannot be read, correct it: {reason}.") from error
+        raise ValueError(
+            f"--from {name_or_path}: generation_config.json cannot be read, correct it: {reason}."
+        ) from error

@@ -43,12 +43,12 @@ def parts_of(name: str, config: HopeConfig) -> list[Part]:
     """The weights that a tensor of the checkpoint becomes; none for one that the converted model does without."""
     if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == HEAD):
         return []
-    found = _LAYER.fullmatch(name)
-    if found is None or int(found[1]) >= config.num_hidden_layers:
+    match = _LAYER.fullmatch(name)
+    if match is None or int(match[1]) >= config.num_hidden_layers:
         return [Part(name)]
-    layer = int(found[1])
+    layer = int(match[1])
     block = f"model.layers.{layer}"
-    module, _, rest = found[2].partition(".")
+    module, _, rest = match[2].partition(".")
     if module == "self_attn":
         is_replaced = config.layer_types[layer] == "hope_memory"
         return [] if is_replaced else [Part(f"{block}.mixer.{rest}")]
@@ -163,10 +163,10 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
         del weights[HEAD]
         _check_tied(names, named)
     files = [_plan_file(path, names, config, named) for path in paths]
-    found = {}
+    planned = {}
     for file in files:
-        found |= _planned_shapes(file, config, dtype)
-    _compare(found, {name: list(weight.shape) for name, weight in weights.items()}, named)
+        planned |= _planned_shapes(file, config, dtype)
+    _compare(planned, {name: list(weight.shape) for name, weight in weights.items()}, named)
     return [file for file in files if file.parts]
 
 
@@ -194,18 +194,18 @@ def _plan_file(path: Path, names: dict[str, Path], config: HopeConfig, named: st
 
 def _planned_shapes(file: File, config: HopeConfig, dtype: torch.dtype) -> dict[str, tuple[str, list[int]]]:
     """The tensor, and the shape, of each weight that a file becomes; no weight is read."""
-    found = {}
+    planned = {}
     with _opened(file.path) as tensors:
         for name, parts in file.parts.items():
             for part in parts:
                 shape = tensors.get_slice(name).get_shape()
                 shape[part.axis] = len(range(shape[part.axis])[slice(part.start, part.stop)])
-                found[part.name] = name, shape
+                planned[part.name] = name, shape
     with torch.device("meta"):
         for layer in file.layers:
             for name, weight in new_weights(config, layer, dtype).items():
-                found[name] = "a new weight", list(weight.shape)
-    return found
+                planned[name] = "a new weight", list(weight.shape)
+    return planned
 
 
 def _check_tied(names: dict[str, Path], named: str) -> None:
@@ -223,14 +223,14 @@ def _check_tied(names: dict[str, Path], named: str) -> None:
         )
 
 
-def _compare(found: dict[str, tuple[str, list[int]]], expected: dict[str, list[int]], named: str) -> None:
-    for name in sorted(expected.keys() - found.keys()):
+def _compare(planned: dict[str, tuple[str, list[int]]], expected: dict[str, list[int]], named: str) -> None:
+    for name in sorted(expected.keys() - planned.keys()):
         raise ValueError(
             f"{named} has no weights for {name} of the converted model: save the whole model there again."
         )
-    for name in sorted(found.keys() - expected.keys()):
-        raise ValueError(f"{named} has weights for {found[name][0]}, which its config.json does not ask for.")
-    for name, (tensor, shape) in sorted(found.items()):
+    for name in sorted(planned.keys() - expected.keys()):
+        raise ValueError(f"{named} has weights for {planned[name][0]}, which its config.json does not ask for.")
+    for name, (tensor, shape) in sorted(planned.items()):
         if shape != expected[name]:
             raise ValueError(
                 f"{named} has a {tensor} that becomes {name} of shape {shape}, and its config.json asks for "
