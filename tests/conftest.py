@@ -23,6 +23,14 @@ def _flush_denormals():
     torch.set_flush_denormal(True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """One worker runs all tests that read the folder of a run or an export, and makes it once."""
+    for item in items:
+        if {"trained_run", "exported"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("folders"))
+
+
 class _Deprecated(logging.Handler):
     """Makes an error of what transformers calls deprecated in its log instead of a warning."""
 

@@ -86,15 +86,14 @@ def test_a_terminal_without_a_prompt_is_told_what_is_missing(folder, monkeypatch
     assert "give --prompt TEXT, or pipe it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("by", ["converted", "exported"])
-def test_models_of_other_programs_talk_and_remember(by, request, complete, chat, tmp_path):
-    model = request.getfixturevalue(by)
-    words = ["--memory", tmp_path / "m", *GREEDY]
-    assert complete("--prompt", "w10 w11", *words, model=model)[0] == 0
-    status, out, errors = chat(*words, typed="w12 w13\n/undo\n/state\nw12 w13", model=model)
-    answers = [line for line in out.splitlines() if line.startswith("w")]
-    assert status == 0 and len(answers) == 2 and answers[0] == answers[1], errors
-    assert "Back at 7 tokens" in errors and "Saved" in errors
+def test_models_of_other_programs_talk_and_remember(converted, exported, complete, chat, tmp_path):
+    for model in (converted, exported):
+        words = ["--memory", tmp_path / model.name, *GREEDY]
+        assert complete("--prompt", "w10 w11", *words, model=model)[0] == 0
+        status, out, errors = chat(*words, typed="w12 w13\n/undo\n/state\nw12 w13", model=model)
+        answers = [line for line in out.splitlines() if line.startswith("w")]
+        assert status == 0 and len(answers) == 2 and answers[0] == answers[1], errors
+        assert "Back at 7 tokens" in errors and "Saved" in errors
 
 
 def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(complete):
