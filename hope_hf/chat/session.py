@@ -69,7 +69,7 @@ class Session:
                 if self._obey(line):
                     return
                 if is_typed and line.strip() and not line.startswith("/"):
-                    self._tell(f"[{self.conversation.last}; state {self.conversation.state_size}]")
+                    self._report(f"[{self.conversation.last}; state {self.conversation.state_size}]")
             except ValueError as error:
                 if not is_typed:
                     raise
@@ -79,8 +79,8 @@ class Session:
         model = self.conversation.model
         levels = "its levels learn" if self.conversation.learn else "its levels are frozen (no --learn)"
         size, dtype = f"{model.num_parameters() / 1e6:,.1f} M parameters", str(model.dtype).removeprefix("torch.")
-        self._tell(f"{self.args.model}: {size} in {dtype}, {levels}; {self._tokens()} read.")
-        self._tell("Type a message; /help lists the commands, Ctrl-D ends.")
+        self._report(f"{self.args.model}: {size} in {dtype}, {levels}; {self._tokens()} read.")
+        self._report("Type a message; /help lists the commands, Ctrl-D ends.")
 
     def _obey(self, line: str) -> bool:
         """Do what a line asks; returns whether it ends the conversation."""
@@ -88,42 +88,46 @@ class Session:
             if line.strip():
                 self.conversation.say(line.strip())
             return False
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+        name, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
         if name not in COMMANDS:
             hint = nearest(name, COMMANDS) or "."
             raise ValueError(f"there is no command {name}{hint} /help lists them; a message may begin with a space.")
-        if rest and name != "/read":
-            raise ValueError(f"{name} takes no argument: leave {rest!r} out.")
-        if name == "/read":
-            if not rest:
-                raise ValueError("/read needs the name of a file: /read FILE.")
-            path = at_home(rest)
-            print(read_text(self.conversation, path, text_of(path, "/read"), self.args.compare), flush=True)
-        elif name == "/undo":
-            self.conversation.undo()
-            self._tell(f"Back at {self._tokens()}.")
-        elif name == "/forget":
-            size = self.conversation.forget()
-            self._tell(f"Dropped {size / 1e6:,.1f} MB that the levels had learned.")
-        elif name == "/state":
-            print(self._state(), flush=True)
-        elif name == "/save":
-            if self.memory is None:
-                raise ValueError("/save needs a folder: start with --memory FOLDER.")
-            self._save()
-        elif name == "/help":
-            print(HELP, flush=True)
+        if argument and name != "/read":
+            raise ValueError(f"{name} takes no argument: leave {argument!r} out.")
+        match name:
+            case "/read":
+                self._read(argument)
+            case "/undo":
+                self.conversation.undo()
+                self._report(f"Back at {self._tokens()}.")
+            case "/forget":
+                size = self.conversation.forget()
+                self._report(f"Dropped {size / 1e6:,.1f} MB that the levels had learned.")
+            case "/state":
+                print(self._state(), flush=True)
+            case "/save":
+                if self.memory is None:
+                    raise ValueError("/save needs a folder: start with --memory FOLDER.")
+                self._save()
+            case "/help":
+                print(HELP, flush=True)
         return name == "/quit"
 
+    def _read(self, file: str) -> None:
+        if not file:
+            raise ValueError("/read needs the name of a file: /read FILE.")
+        path = at_home(file)
+        print(read_text(self.conversation, path, text_of(path, "/read"), self.args.compare), flush=True)
+
     def _state(self) -> str:
-        conversation, cache = self.conversation, self.conversation.cache
-        lines = [f"read     {self._tokens()}"]
-        lines.append(f"state    {conversation.state_size}")
-        if cache.levels is None:
+        conversation = self.conversation
+        levels = conversation.cache.levels
+        lines = [f"read     {self._tokens()}", f"state    {conversation.state_size}"]
+        if levels is None:
             lines.append("learned  nothing")
         else:
-            tokens, steps = int(cache.levels.tokens), int(cache.levels.steps.sum())
+            tokens, steps = int(levels.tokens), int(levels.steps.sum())
             lines.append(f"learned  from {tokens:,} tokens: {steps:,} steps, {learned_size(conversation)}")
         if conversation.last is not None:
             lines.append(f"speed    {conversation.last}")
@@ -134,10 +138,10 @@ class Session:
 
     def _save(self) -> None:
         size = self.memory.save(self.conversation)
-        self._tell(f"Saved {self._tokens()} in {self.memory.folder} ({size / 1e6:,.1f} MB).")
+        self._report(f"Saved {self._tokens()} in {self.memory.folder} ({size / 1e6:,.1f} MB).")
 
     @staticmethod
-    def _tell(text: str) -> None:
+    def _report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
