@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from sources import KINDS, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hope_hf import HopeCache, HopeForCausalLM
+from hope_hf import HopeForCausalLM
 from hope_hf.convert import weights as weights_module
-from hope_hf.export import main as export
 
 TOLERANCE = 1e-5
 
@@ -139,20 +138,6 @@ def test_levels_side_by_side_add_up_to_the_mlp(kind, saved, convert):
     assert_equal_logits(theirs, ours)
 
 
-def test_levels_learn_while_a_converted_model_reads(saved, convert):
-    model = loaded(convert(saved("llama")[1], "--levels", "16,32"))
-    ids = random_ids(1, 64)
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    model.config.level_learning.gate = False
-    learned, plain = HopeCache(model.config), HopeCache(model.config)
-    assert model.learn(ids, cache=learned) is not None
-    with torch.no_grad():
-        model(ids, cache=plain)
-        assert not torch.allclose(model(ids[:, :8], cache=learned).logits, model(ids[:, :8], cache=plain).logits)
-    for name, weight in model.named_parameters():
-        assert torch.equal(weight, before[name]), name
-
-
 def test_new_memories_change_nothing_until_they_are_trained(saved, convert):
     theirs, source = saved("qwen3", num_hidden_layers=4)
     ours = loaded(convert(source, "--memory_layers", "1,3"))
@@ -182,15 +167,6 @@ def test_tokenizer_settings_and_licence_are_carried_over(saved, convert, word_to
     assert "license: cc-by-4.0" in page and "`source`" in page and str(source.parent) not in page
     # the largest difference of a logit
     assert "0.0e+00" in page
-
-
-def test_a_converted_model_is_exported_with_equal_weights(converted, tmp_path, monkeypatch):
-    monkeypatch.setattr("hope_hf.export.folder.check_export", lambda *arguments: "")
-    assert export([str(converted), "--to", str(tmp_path / "exported")]) == 0
-    ours, theirs = (load_file(place / "model.safetensors") for place in (converted, tmp_path / "exported"))
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        assert torch.equal(weight, theirs[name]), name
 
 
 @pytest.mark.parametrize("error", [1e-2, torch.nan])

@@ -135,24 +135,18 @@ def test_quantised_weights_and_a_file_without_a_tokenizer(file_of, convert, caps
 
 REFUSED = {
     "expert_count": dict(fields={"expert_count": 8}),
-    "attention.scale": dict(fields={"attention.scale": 0.5}),
     "logit_scale": dict(fields={"logit_scale": 0.5}),
-    "attn_logit_softcapping": dict(fields={"attn_logit_softcapping": 50.0}),
-    "attention.layer_norm_epsilon": dict(fields={"attention.layer_norm_epsilon": 1e-5}),
-    "rope.dimension_count": dict(fields={"rope.dimension_count": 4}),
     "attention.head_count_kv": dict(fields={"attention.head_count_kv": [2, 4]}),
     "rope.scaling.type": dict(fields={"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}),
     "vocab_size": dict(fields={"vocab_size": 65}),
     "rope_freqs.weight": dict(tensors={"rope_freqs.weight": np.array([1, 2, 1, 8], dtype=np.float32)}),
     "blk.1.attn_q_norm.weight": dict(tensors={"blk.1.attn_q_norm.weight": np.ones(8, dtype=np.float32)}),
-    "blk.0.attn_output.scale": dict(tensors={"blk.0.attn_output.scale": np.ones(1, dtype=np.float32)}),
     "self_attn.k_proj.bias": dict(tensors={"blk.0.attn_q.bias": np.ones(32, dtype=np.float32)}),
     "blk.0.attn_k.weight": dict(tensors={"blk.0.attn_k.weight": np.ones((24, 32), dtype=np.float32)}),
     "split.count": dict(others={"split.count": 2}),
     "tokenizer.ggml.tokens": dict(others={"tokenizer.ggml.tokens": [f"t{index}" for index in range(65)],
                                           "tokenizer.ggml.token_type": [1] * 65, "tokenizer.ggml.merges": []}),
     "tokenizer.ggml.pre": dict(others={"tokenizer.ggml.pre": "of-tomorrow"}),
-    "tokenizer.ggml.add_space_prefix": dict(others={"tokenizer.ggml.add_space_prefix": True}),
     "tokenizer.ggml.remove_extra_whitespaces": dict(others={"tokenizer.ggml.remove_extra_whitespaces": True}),
 }  # fmt: skip
 
