@@ -7,7 +7,7 @@ from benchmarks.synthetic.associative_recall import recall_batch
 from hope_hf import HopeConfig, HopeForCausalLM
 
 # 4 pairs, then all keys in another order. Chance: 1/8 over all values, 1/4 over the written ones. It takes 50 steps.
-SMALL = dict(steps=100, pairs=4, symbols=8, rows=32, learning_rate=6e-3)
+SMALL = dict(steps=75, pairs=4, symbols=8, rows=32, learning_rate=6e-3)
 
 
 @torch.no_grad()
@@ -53,24 +53,8 @@ def test_frozen_memories_stay_at_chance():
 EIGHT = dict(steps=200, pairs=8, symbols=32, rows=64, learning_rate=3e-3)
 
 
+@pytest.mark.long
 def test_recall_of_eight_pairs_is_learned_through_the_memory():
     """Chance: 1/32 over all values, 1/8 over the written ones."""
     assert train_recall(frozen=False, **EIGHT) > 0.95
-
-
-@pytest.mark.long
-def test_frozen_memories_recall_none_of_eight_pairs():
     assert train_recall(frozen=True, **EIGHT) < 0.125
-
-
-def test_the_task_asks_every_key_once_and_scores_its_value():
-    input_ids, labels = recall_batch(50, 8, 32, torch.Generator().manual_seed(0))
-    written, asked = input_ids[:, :16].unflatten(1, (8, 2)), input_ids[:, 16:].unflatten(1, (8, 2))
-    for row in range(50):
-        pairs = dict(written[row].tolist())
-        assert dict(asked[row].tolist()) == pairs
-        assert len(pairs) == len(set(pairs.values())) == 8
-    scored = labels != -100
-    assert torch.equal(scored.nonzero()[:, 1].unique(), torch.arange(17, 32, 2))
-    assert torch.equal(labels[scored], input_ids[scored])
-    assert not torch.equal(written, asked)

@@ -13,9 +13,9 @@ from hope_hf.common.process import MISTAKES
 from hope_hf.common.results import RESULTS_FILE, can_draw, draw_or_warn
 
 from .compare import different_flags
-from .display import small_curves
+from .display import Panels, small_curves
 from .flags import Arguments, parse_checkpoints
-from .result import Number, numbers
+from .result import numbers
 from .saved_reports import is_count, read_report
 
 # Bytes of metrics.jsonl that are read at most: enough for millions of steps.
@@ -38,7 +38,8 @@ def as_checkpoint(path: str) -> Checkpoint:
     found = CHECKPOINT.fullmatch(os.path.basename(os.path.realpath(path)))
     if not found:
         return Checkpoint(path, None, None)
-    return Checkpoint(path, int(found[1]), _tokens(Path(path), int(found[1])))
+    step = int(found[1])
+    return Checkpoint(path, step, _tokens(Path(path), step))
 
 
 def find_checkpoints(args: Arguments) -> list[Checkpoint]:
@@ -46,42 +47,50 @@ def find_checkpoints(args: Arguments) -> list[Checkpoint]:
 
     Empty if neither is given. Raises ValueError if nothing matches, and for checkpoints of several runs.
     """
-    name = args.model_name_or_path or ""
+    name = args.model_name_or_path
     # A folder may have brackets in its name.
     if glob.has_magic(name) and not os.path.exists(name):
-        pattern, what = name, f"--model_name_or_path {name} matches"
+        pattern = name
+        what = f"--model_name_or_path {name} matches"
     elif args.checkpoints:
-        pattern, what = os.path.join(glob.escape(name), "checkpoint-*"), f"--model_name_or_path {name} holds"
+        pattern = os.path.join(glob.escape(name), "checkpoint-*")
+        what = f"--model_name_or_path {name} holds"
     else:
         return []
-    named = [path for path in glob.glob(pattern) if CHECKPOINT.fullmatch(os.path.basename(path))]
-    folders = [path for path in named if os.path.isdir(path)]
+    folders = []
+    for path in glob.glob(pattern):
+        if CHECKPOINT.fullmatch(os.path.basename(path)) and os.path.isdir(path):
+            folders.append(path)
     if not folders:
         raise ValueError(f"{what} no folder checkpoint-<step>: name a run of hope-hf train, or its checkpoints.")
-    if len({os.path.dirname(path) for path in folders}) > 1:
+    if len(set(map(os.path.dirname, folders))) > 1:
         raise ValueError(f"{what} checkpoints of several runs: name one run.")
     every = parse_checkpoints(args.checkpoints)
-    found = sorted(map(as_checkpoint, folders), key=lambda checkpoint: checkpoint.step)
-    chosen = [checkpoint for checkpoint in found if checkpoint.step % every == 0]
+    checkpoints = sorted(map(as_checkpoint, folders), key=lambda checkpoint: checkpoint.step)
+    chosen = [checkpoint for checkpoint in checkpoints if checkpoint.step % every == 0]
     if not chosen:
         raise ValueError(
-            f"--checkpoints {args.checkpoints} leaves none of {len(found)} checkpoints (steps {found[0].step} to "
-            f"{found[-1].step}): name a smaller number, or all."
+            f"--checkpoints {args.checkpoints} leaves none of {len(checkpoints)} checkpoints (steps "
+            f"{checkpoints[0].step} to {checkpoints[-1].step}): name a smaller number, or all."
         )
     return chosen
 
 
 def _tokens(folder: Path, step: int) -> int | None:
     """The number of training tokens from the checkpoint's own file, or from the run's metrics."""
-    found = None
+    tokens = None
     # A checkpoint with the model alone has no such file.
     with suppress(*MISTAKES):
-        found = json.loads(read_small(folder / "trainer.json"))["progress"]["tokens"]
-    # The last row of a run that was killed may be cut off.
-    with suppress(*MISTAKES):
-        rows = map(json.loads, read_small(folder.parent / "metrics.jsonl", METRICS).splitlines()) if not found else ()
-        found = next((row["tokens"] for row in rows if row["step"] == step), found)
-    return found if is_count(found) else None
+        tokens = json.loads(read_small(folder / "trainer.json"))["progress"]["tokens"]
+    if not tokens:
+        # The last row of a run that was killed may be cut off.
+        with suppress(*MISTAKES):
+            for line in read_small(folder.parent / "metrics.jsonl", METRICS).splitlines():
+                row = json.loads(line)
+                if row["step"] == step:
+                    tokens = row["tokens"]
+                    break
+    return tokens if is_count(tokens) else None
 
 
 def is_done(args: Arguments, checkpoint: Checkpoint) -> bool:
@@ -104,12 +113,28 @@ def report_folder(args: Arguments, checkpoint: Checkpoint) -> Path:
     return Path(args.output_dir) / Path(checkpoint.path).name
 
 
-def reports_in(output_dir: str | Path) -> list[tuple[int, Path, dict]]:
-    """The step, file and content of each checkpoint's report in the folder, by step."""
-    files = Path(output_dir).glob(f"checkpoint-*/{RESULTS_FILE}")
-    found = {CHECKPOINT.fullmatch(path.parent.name): path for path in files}
-    paths = sorted((int(name[1]), path) for name, path in found.items() if name)
-    return [(step, path, read_report(path, "--output_dir")) for step, path in paths]
+@dataclass(frozen=True)
+class CheckpointReport:
+    """The report of a checkpoint: its folder, and the content of its results.json."""
+
+    folder: Path
+    record: dict
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint by the names in the report; its folder may be gone."""
+        model = self.record["model"] or {}
+        step = CHECKPOINT.fullmatch(self.folder.name)[1]
+        return Checkpoint(str(self.folder), int(step), model.get("tokens"))
+
+
+def reports_in(output_dir: str | Path) -> list[CheckpointReport]:
+    """Each checkpoint's report in the folder, by step."""
+    reports = []
+    for file in Path(output_dir).glob(f"checkpoint-*/{RESULTS_FILE}"):
+        if CHECKPOINT.fullmatch(file.parent.name):
+            reports.append(CheckpointReport(file.parent, read_report(file, "--output_dir")))
+    return sorted(reports, key=lambda report: report.checkpoint.step)
 
 
 def draw_history(output_dir: str) -> list[Path]:
@@ -118,22 +143,23 @@ def draw_history(output_dir: str) -> list[Path]:
     The horizontal axis is steps where a checkpoint's tokens are not known. Raises ValueError for a failing write.
     """
     folder = Path(output_dir)
-    reports = [(step, record) for step, _, record in reports_in(folder)]
-    places = [{"step": step, "tokens": (record["model"] or {}).get("tokens")} for step, record in reports]
-    unit = "step" if any(place["tokens"] is None for place in places) else "tokens"
-    # suite -> panel -> curve -> points
-    suites: dict[str, dict[str, dict[str, list[tuple[int, Number]]]]] = {}
+    reports = reports_in(folder)
+    unit = "step" if any(report.checkpoint.tokens is None for report in reports) else "tokens"
+    suites: dict[str, Panels] = {}
     rows = []
-    for place, (_, record) in zip(places, reports, strict=True):
-        for key, number in numbers(record["results"]).items():
+    for report in reports:
+        place = {"step": report.checkpoint.step, "tokens": report.checkpoint.tokens}
+        for key, number in numbers(report.record["results"]).items():
             panels = suites.setdefault(key.suite, {})
-            curve = panels.setdefault(f"{key.name}\n{key.table}", {}).setdefault(key.row, [])
-            curve.append((place[unit], number))
+            panel = panels.setdefault(f"{key.name}\n{key.table}", {})
+            panel.setdefault(key.row, []).append((place[unit], number))
             rows.append(place | key._asdict() | number._asdict())
     with write_errors(f"--output_dir {folder}"):
         replace_text(folder / FILE, json.dumps(rows, indent=1) + "\n")
-    draws = {
-        folder / f"over_tokens_{suite}.png": partial(small_curves, panels=panels, x_label=unit)
-        for suite, panels in suites.items()
-    }
-    return [path for path, draw in draws.items() if can_draw() and draw_or_warn(draw, path)]
+    pictures = []
+    for suite, panels in suites.items():
+        picture = folder / f"over_tokens_{suite}.png"
+        draw = partial(small_curves, panels=panels, x_label=unit)
+        if can_draw() and draw_or_warn(draw, picture):
+            pictures.append(picture)
+    return pictures

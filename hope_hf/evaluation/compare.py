@@ -9,9 +9,9 @@ from pathlib import Path
 from hope_hf.common.files import replace_text, write_errors
 from hope_hf.common.results import Row, can_draw, draw_or_warn, markdown_table
 
-from .display import dots
+from .display import dots, united
 from .flags import Arguments
-from .result import TEXT_TABLE, Key, Number, SuiteResult, numbers
+from .result import TEXT_TABLE, Key, Number, SuiteResult, numbers, put
 from .saved_reports import find_report, read_report
 
 # Flags that do not change what is measured.
@@ -20,6 +20,8 @@ WITHOUT_EFFECT = frozenset(
     "batch_size offline device cpu_threads checkpoints compare archive_dir report_to log_samples".split()
 )
 FILE = "compare.json"
+# A number that a report does not hold.
+MISSING = Number(None, None)
 
 
 def compare(args: Arguments) -> SuiteResult:
@@ -30,94 +32,121 @@ def compare(args: Arguments) -> SuiteResult:
     """
     if len(args.compare) < 2:
         raise ValueError("--compare needs two reports or more: name the folders of two evaluations.")
-    paths = [find_report(run, "--compare") for run in args.compare]
-    records = [read_report(path, "--compare") for path in paths]
-    names = _names(args.compare)
-    _warn_of_other_flags(records, names)
-    columns = _on_one_text([numbers(record["results"]) for record in records], names)
-    if not any(columns):
-        raise ValueError(f"--compare {args.compare[0]}: the reports hold no numbers.")
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    rows = [_row(key, [column.get(key) for column in columns], names) for key in keys]
+    records = {}
+    for name, run in zip(_names(args.compare), args.compare, strict=True):
+        records[name] = read_report(find_report(run, "--compare"), "--compare")
+    _warn_of_other_flags(records)
+    reports = _on_one_text(records)
     tables = {}
-    for key, row in zip(keys, rows, strict=True):
-        tables.setdefault(f"{key.suite}: {key.table}", []).append(row)
-    return SuiteResult(tables, {"compare.png": partial(draw, dict(zip(names, columns, strict=True)))})
+    for key in united(reports.values()):
+        tables.setdefault(f"{key.suite}: {key.table}", []).append(_row(key, reports))
+    if not tables:
+        raise ValueError(f"--compare {args.compare[0]}: the reports hold no numbers.")
+    return SuiteResult(tables, {"compare.png": partial(draw, reports)})
 
 
-def _on_one_text(columns: list[dict[Key, Number]], names: list[str]) -> list[dict[Key, Number]]:
-    """The numbers of a text under the title of the first report's, with a warning where the texts differ."""
-    titles = {key.suite: key.table for key in columns[0] if key.table.startswith(TEXT_TABLE)}
-    found = []
-    for name, column in zip(names, columns, strict=True):
-        others, renamed = {}, {}
-        for key, number in column.items():
-            title = key.table
-            if title.startswith(TEXT_TABLE) and titles.get(key.suite, title) != title:
-                title = others[key.table] = titles[key.suite]
-            renamed[key._replace(table=title)] = number
-        for other, first in others.items():
+def _on_one_text(records: dict[str, dict]) -> dict[str, dict[Key, Number]]:
+    """The numbers of each report; those of a text are under the title of the first report's text, with a warning."""
+    first_name = next(iter(records))
+    titles = {}
+    reports = {}
+    for name, record in records.items():
+        reports[name] = {}
+        other_texts = {}
+        for key, number in numbers(record["results"]).items():
+            if key.table.startswith(TEXT_TABLE):
+                if name == first_name:
+                    titles[key.suite] = key.table
+                title = titles.get(key.suite, key.table)
+                if title != key.table:
+                    other_texts[key.table] = title
+                key = key._replace(table=title)
+            reports[name][key] = number
+        for other, first in other_texts.items():
             texts = f"{first.removeprefix(TEXT_TABLE)} and {other.removeprefix(TEXT_TABLE)}"
-            warnings.warn(f"{names[0]} and {name} read different texts, {texts}: so differ the numbers.", stacklevel=3)
-        found.append(renamed)
-    return found
+            warnings.warn(
+                f"{first_name} and {name} read different texts, {texts}: so differ the numbers.", stacklevel=3
+            )
+    return reports
 
 
-def draw(points: dict[str, dict[Key, Number]], path: Path):
+def draw(reports: dict[str, dict[Key, Number]], path: Path):
     """A panel for every number of a table: its rows from top to bottom, a mark and its error for each report."""
-    panels: dict[str, dict[str, dict[str, Number]]] = {}
-    for run, column in points.items():
-        for key, number in column.items():
-            panels.setdefault(f"{key.suite}: {key.name}\n{key.table}", {}).setdefault(run, {})[key.row] = number
+    panels = {}
+    for name, report in reports.items():
+        for key, number in report.items():
+            panel = panels.setdefault(f"{key.suite}: {key.name}\n{key.table}", {})
+            panel.setdefault(name, {})[key.row] = number
     dots(path, panels)
 
 
-def _row(key: Key, found: list[Number | None], names: list[str]) -> Row:
+def _row(key: Key, reports: dict[str, dict[Key, Number]]) -> Row:
     row = {"row": key.row, "number": key.name}
-    for name, number in zip(names, found, strict=True):
-        row[name], row[f"{name}_stderr"] = number or (None, None)
-    first = found[0]
-    for name, number in zip(names[1:], found[1:], strict=True):
-        both = first is not None and number is not None
-        errors = [first.stderr, number.stderr] if both else [None]
-        column = f"{name} - {names[0]}"
-        row[column] = number.value - first.value if both else None
-        row[f"{column}_stderr"] = None if None in errors else math.hypot(*errors)
+    columns = {name: report.get(key, MISSING) for name, report in reports.items()}
+    first_name, *others = columns
+    for name in others:
+        columns[f"{name} - {first_name}"] = _difference(columns[name], columns[first_name])
+    for name, number in columns.items():
+        put(row, name, number)
     return row
+
+
+def _difference(number: Number, first: Number) -> Number:
+    """The number minus the first report's, with the standard error of independent samples."""
+    if MISSING in (number, first):
+        return MISSING
+    stderr = None
+    if None not in (number.stderr, first.stderr):
+        stderr = math.hypot(first.stderr, number.stderr)
+    return Number(number.value - first.value, stderr)
 
 
 def _names(runs: list[str]) -> list[str]:
     """The folders' names, or the whole paths if two are equal; repeated names get a number."""
-    short = [Path(run).resolve().name for run in runs]
-    names = short if len(set(short)) == len(runs) else runs
-    # The table has columns with these names already.
-    taken = [name in ("row", "number") or name.endswith("_stderr") for name in names]
-    again = [names.index(name) != index for index, name in enumerate(names)]
-    return [f"{name} ({i + 1})" if taken[i] or again[i] else name for i, name in enumerate(names)]
+    folders = [Path(run).resolve().name for run in runs]
+    if len(set(folders)) < len(runs):
+        folders = runs
+    names = []
+    for position, name in enumerate(folders, start=1):
+        is_repeated = name in folders[: position - 1]
+        # The table has columns with these names already.
+        is_column = name in ("row", "number") or name.endswith("_stderr")
+        names.append(f"{name} ({position})" if is_repeated or is_column else name)
+    return names
 
 
-def _warn_of_other_flags(records: list[dict], names: list[str]):
-    first = records[0]["config"]
-    for name, record in zip(names[1:], records[1:], strict=True):
+def _warn_of_other_flags(records: dict[str, dict]):
+    (first_name, first), *others = records.items()
+    for name, record in others:
         if record["unfinished"]:
-            listed = ", ".join(record["unfinished"])
-            warnings.warn(f"The report {name} is unfinished: it lacks {listed}.", stacklevel=2)
-        config = record["config"]
-        flags = [flag for flag in different_flags(first, config) if flag != "suite"]
-        if flags:
-            listed = ", ".join(f"--{flag} ({first[flag]} and {config[flag]})" for flag in flags)
-            warnings.warn(f"{names[0]} and {name} were evaluated with other flags: {listed}.", stacklevel=2)
+            missing = ", ".join(record["unfinished"])
+            warnings.warn(f"The report {name} is unfinished: it lacks {missing}.", stacklevel=2)
+        before, now = first["config"], record["config"]
+        changes = []
+        for flag in different_flags(before, now):
+            if flag != "suite":
+                changes.append(f"--{flag} ({before[flag]} and {now[flag]})")
+        if changes:
+            listed = ", ".join(changes)
+            warnings.warn(f"{first_name} and {name} were evaluated with other flags: {listed}.", stacklevel=2)
 
 
 def different_flags(one: dict, other: dict) -> list[str]:
     """The flags that change what is measured and differ between two reports, among those that both reports have."""
-    known = [flag for flag in one if flag in other and flag not in WITHOUT_EFFECT]
-    return [flag for flag in known if json.dumps(one[flag]) != json.dumps(other[flag])]
+    different = []
+    for flag, value in one.items():
+        is_known = flag in other and flag not in WITHOUT_EFFECT
+        if is_known and json.dumps(value) != json.dumps(other[flag]):
+            different.append(flag)
+    return different
 
 
 def as_page(result: SuiteResult) -> str:
     """The comparison in Markdown."""
-    return "\n\n".join(f"## {title}\n\n{markdown_table(rows)}" for title, rows in result.tables.items()) + "\n"
+    parts = []
+    for title, rows in result.tables.items():
+        parts += [f"## {title}", markdown_table(rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 def write_comparison(args: Arguments, result: SuiteResult, folder: Path) -> Path:
@@ -127,6 +156,7 @@ def write_comparison(args: Arguments, result: SuiteResult, folder: Path) -> Path
         replace_text(folder / "compare.md", as_page(result))
         record = {"compared": args.compare, "tables": result.tables}
         replace_text(folder / FILE, json.dumps(record, indent=2) + "\n")
-    for file, draw_it in result.pictures.items() if can_draw() else ():
-        draw_or_warn(draw_it, folder / file)
+    if can_draw():
+        for file, draw_it in result.pictures.items():
+            draw_or_warn(draw_it, folder / file)
     return folder / "compare.md"

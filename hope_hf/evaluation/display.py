@@ -2,17 +2,17 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
 from hope_hf.common.program import LOG_SECONDS, LogLines
-from hope_hf.common.results import Row, as_label, plain_number
+from hope_hf.common.results import as_label, plain_number
 
 from .result import Number
 
@@ -22,10 +22,11 @@ _MODEL = ContextVar("model", default="")
 MOST_LETTERS = 9
 
 # Nested rings and dashes keep coinciding curves visible.
-STYLES = [
-    {"linestyle": line, "linewidth": 1.8, "marker": "o", "markersize": size, "markerfacecolor": "none"}
-    for line, size in zip(["-", (0, (3, 3))] * 2, (12, 9, 6, 3), strict=True)
-]
+SOLID, DASHED = "-", (0, (3, 3))
+RINGS = ((SOLID, 12), (DASHED, 9), (SOLID, 6), (DASHED, 3))
+CURVE = {"marker": "o", "markerfacecolor": "none", "linewidth": 1.8, "capsize": 3, "elinewidth": 1}
+SMALL_CURVE = {"fmt": "o-", "markersize": 4, "capsize": 2, "elinewidth": 1}
+DOT = {"fmt": "o", "markersize": 4, "capsize": 2}
 
 
 def show_progress() -> bool:
@@ -42,22 +43,27 @@ def progress(items: Iterable | None, name: str, total: int | None = None) -> tqd
     return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
 
 
-def curves(path: Path, x: list[int], panels: dict[str, dict[str, list[tuple[float, float | None]]]], x_label: str):
+# Values of a curve, each with its standard error or None; or each with its place before it.
+Values = Sequence[tuple[float, float | None]]
+Points = Sequence[tuple[int, tuple[float, float | None]]]
+# Title of a panel -> name of a curve -> its points.
+Panels = dict[str, dict[str, Points]]
+
+
+def curves(path: Path, x: list[int], panels: dict[str, dict[str, Values]], x_label: str):
     """Panels side by side: title -> name of a curve -> (value, its error or None) at each x, on a logarithmic scale.
 
     Up to four curves that coincide are all visible: each has a smaller ring than the one below it.
     """
     figure = _figure(width=6.5 * len(panels))
-    for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for (name, points), style in zip(series.items(), cycle(STYLES), strict=False):
-            values, errors = zip(*points, strict=True)
-            bars = [math.nan if error is None else error for error in errors]
-            axes.errorbar(x, values, bars, capsize=3, elinewidth=1, label=as_label(name), **style)
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, series) in zip(grid, panels.items(), strict=True):
+        for (name, points), (line, size) in zip(series.items(), cycle(RINGS), strict=False):
+            values, errors = _separated(points)
+            axes.errorbar(x, values, errors, label=as_label(name), linestyle=line, markersize=size, **CURVE)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [f"{value:,}" for value in x], rotation=45)
-        axes.set(xlabel=x_label, **_labels(title))
-        axes.yaxis.set_major_formatter(plain_number)
-        axes.grid(alpha=0.3)
+        axes.set_xticks(x, list(map("{:,}".format, x)), rotation=45)
+        _finish(axes, title, x_label)
     _legend_once(figure)
     _save(figure, path)
 
@@ -73,79 +79,82 @@ class Panel:
 
 
 def heat_maps(
-    path: Path, panels: list[Panel], rows: list[str], columns: list[str], labels: tuple[str, str], title: str = ""
+    path: Path,
+    panels: list[Panel],
+    rows: list[str],
+    columns: list[str],
+    labels: tuple[str, str],
+    title: str = "",
 ):
     """Panels side by side, every cell with its number; `labels`: those of the columns' and of the rows' axis."""
     figure = _figure(width=2 + len(panels) * max(4.5, 0.9 * len(columns)))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    is_wide = max(map(len, columns)) > MOST_LETTERS
+    turned = {"rotation": 30, "ha": "right"} if is_wide else {}
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(grid, panels, strict=True):
         low, high = panel.limits
         image = axes.imshow(panel.values, cmap=panel.colours, vmin=low, vmax=high, aspect="auto")
-        turned = {"rotation": 30, "ha": "right"} if max(map(len, columns)) > MOST_LETTERS else {}
         axes.set_xticks(range(len(columns)), list(map(as_label, columns)), **turned)
         axes.set_yticks(range(len(rows)), list(map(as_label, rows)))
         axes.set(xlabel=labels[0], ylabel=labels[1], title=as_label(panel.title))
-        for i, row in enumerate(panel.values):
-            for j, value in enumerate(row):
-                if math.isnan(value):
-                    continue
-                red, green, blue, _ = image.to_rgba(value)
-                # Brightness as the eye sees it.
-                is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
+        _write_numbers(axes, panel.values, image)
         figure.colorbar(image, ax=axes)
     _save(figure, path, title)
 
 
-def by_depth(rows: list[Row]) -> tuple[list[list[Row]], tuple[list[str], list[str]]]:
-    """Rows of every depth and length as lines of a heat map, and the names of its lines and columns."""
-    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
-    cells = {(row["depth"], row["length"]): row for row in rows}
-    lines = [[cells[depth, length] for length in lengths] for depth in depths]
-    return lines, ([f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths])
+def _write_numbers(axes, values: list[list[float]], image) -> None:
+    """Each value in its cell of a heat map; a cell of NaN is empty."""
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if math.isnan(value):
+                continue
+            red, green, blue, _ = image.to_rgba(value)
+            # Brightness as the eye sees it.
+            is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
 
 
-def small_curves(path: Path, panels: dict[str, dict[str, list[tuple[int, Number]]]], x_label: str):
+def small_curves(path: Path, panels: Panels, x_label: str):
     """Panels in rows of three: title -> name of a curve -> (x, value with its error), on a linear scale."""
     from matplotlib.ticker import EngFormatter
 
     figure, grid = _grid(panels, 1)
-    for axes, (title, curves_of) in zip(grid, panels.items(), strict=True):
-        colours = _colours(len(curves_of))
-        for colour, (name, points) in zip(colours, curves_of.items(), strict=True):
-            x, values, errors = zip(*((x, *number) for x, number in points), strict=True)
-            bars = [math.nan if error is None else error for error in errors]
-            label = as_label(name)
-            axes.errorbar(x, values, bars, fmt="o-", color=colour, markersize=4, capsize=2, elinewidth=1, label=label)
-        axes.set(xlabel=x_label, **_labels(title))
+    names_of_panels = {tuple(panel) for panel in panels.values()}
+    for axes, (title, panel) in zip(grid, panels.items(), strict=True):
+        colours = _colours(len(panel))
+        for colour, (name, points) in zip(colours, panel.items(), strict=True):
+            x, numbers = zip(*points, strict=True)
+            values, errors = _separated(numbers)
+            axes.errorbar(x, values, errors, label=as_label(name), color=colour, **SMALL_CURVE)
+        _finish(axes, title, x_label)
         axes.title.set_fontsize(9)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.yaxis.set_major_formatter(plain_number)
-        axes.grid(alpha=0.3)
         # Once for panels of the same curves.
-        if len(curves_of) > 1 and (axes is grid[-1] or any([*curves_of] != [*other] for other in panels.values())):
+        has_legend = len(names_of_panels) > 1 or axes is grid[-1]
+        if len(panel) > 1 and has_legend:
             # The legend stands beside the panel, where it covers no curve.
-            size = 8 if len(curves_of) <= 10 else 6
-            axes.legend(fontsize=size, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(curves_of) // 20)
+            size = 8 if len(panel) <= 10 else 6
+            columns = 1 + len(panel) // 20
+            axes.legend(fontsize=size, loc="upper left", bbox_to_anchor=(1, 1), ncols=columns)
     _save(figure, path)
 
 
 def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
     """Panels in rows of three: title -> run -> row -> its value and error; rows from top to bottom."""
-    rows_of = {title: _united(runs.values()) for title, runs in panels.items()}
-    names = _united(panels.values())
-    figure, grid = _grid(panels, max(map(len, rows_of.values())))
+    names = united(panels.values())
+    rows_of = {title: united(runs.values()) for title, runs in panels.items()}
+    most_rows = max(map(len, rows_of.values()))
+    figure, grid = _grid(panels, most_rows)
     for axes, (title, runs) in zip(grid, panels.items(), strict=True):
         rows = rows_of[title]
         for index, name in enumerate(names):
-            found = runs.get(name, {})
+            numbers = runs.get(name, {})
             # Dots stand side by side, so that equal values stay visible.
-            shift = 0.5 * (index - (len(names) - 1) / 2) / len(names)
-            places = [rows.index(row) + shift for row in found]
-            errors = [math.nan if number.stderr is None else number.stderr for number in found.values()]
-            values = [number.value for number in found.values()]
-            label = as_label(name)
-            style = {"color": f"C{index}", "markersize": 4, "capsize": 2}
-            axes.errorbar(values, places, xerr=errors, fmt="o", label=label, **style)
+            middle = (len(names) - 1) / 2
+            shift = 0.5 * (index - middle) / len(names)
+            heights = [rows.index(row) + shift for row in numbers]
+            values, errors = _separated(numbers.values())
+            axes.errorbar(values, heights, xerr=errors, label=as_label(name), color=f"C{index}", **DOT)
         axes.set_title(as_label(title), fontsize=9)
         axes.set_yticks(range(len(rows)), list(map(as_label, rows)), fontsize=7)
         axes.locator_params(axis="x", nbins=5)
@@ -166,31 +175,51 @@ def titled(name: str) -> Iterator[None]:
         _MODEL.reset(token)
 
 
+def _finish(axes, title: str, x_label: str) -> None:
+    """The labels, numbers and grid of a panel of curves."""
+    axes.set(xlabel=x_label, **_labels(title))
+    axes.yaxis.set_major_formatter(plain_number)
+    axes.grid(alpha=0.3)
+
+
+def united(collections: Iterable[Iterable]) -> list:
+    """What the collections hold, each once, in order."""
+    return list(dict.fromkeys(chain.from_iterable(collections)))
+
+
+def _separated(numbers: Iterable) -> tuple[list[float], list[float]]:
+    """The values, and their errors as matplotlib wants them: NaN where there is none."""
+    values = []
+    errors = []
+    for value, error in numbers:
+        values.append(value)
+        errors.append(math.nan if error is None else error)
+    return values, errors
+
+
 def _save(figure, path: Path, title: str = "") -> None:
-    words = ", ".join(filter(None, (_MODEL.get(), title)))
+    words = [word for word in (_MODEL.get(), title) if word]
     if words:
-        figure.suptitle(as_label(words))
+        figure.suptitle(as_label(", ".join(words)))
     figure.savefig(path, dpi=100)
 
 
 def _labels(name: str) -> dict[str, str]:
-    """Title and vertical axis of a panel named `measure, unit` or `measure`, with a second line for a table."""
-    first, line, table = name.partition("\n")
-    measure, _, unit = (table, line, first) if line else name.rpartition(", ")
-    return {"title": as_label(measure), "ylabel": as_label(unit)}
+    """Title and vertical axis of a panel: `title, unit`, or the axis and in a second line the title."""
+    if "\n" in name:
+        unit, title = name.split("\n", maxsplit=1)
+    else:
+        title, _, unit = name.rpartition(", ")
+    return {"title": as_label(title), "ylabel": as_label(unit)}
 
 
 def _legend_once(figure) -> None:
     """One legend above all panels, with each curve's name once."""
-    found = {}
+    handles = {}
     for axes in figure.axes:
-        found |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(4, len(found)))
-
-
-def _united(lists: Iterable[Iterable[str]]) -> list[str]:
-    """All words of the lists, each once, in order."""
-    return list(dict.fromkeys(word for words in lists for word in words))
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
 
 
 def _grid(panels: dict, rows: int):
@@ -210,7 +239,9 @@ def _colours(count: int) -> list:
     """Distinct colours for few curves, a colour scale for many."""
     from matplotlib import colormaps
 
-    return [f"C{i}" for i in range(count)] if count <= 10 else list(colormaps["viridis"].resampled(count).colors)
+    if count <= 10:
+        return [f"C{i}" for i in range(count)]
+    return list(colormaps["viridis"].resampled(count).colors)
 
 
 def _figure(width: float):

@@ -5,7 +5,6 @@ answer.
 """
 
 import random
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from numbers import Integral
 
 import numpy
 import torch
-from datasets.table import CastError
 
 from hope_hf.common.process import one_line, warn_once
 
@@ -23,15 +21,11 @@ MOST_NAMES = 12
 MOST_REPEATS = 1_000
 
 
-class BadDocuments(ValueError):
-    """Documents that do not fit their task."""
-
-
 def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None) -> dict[str, float]:
     """Read the first `limit` documents of every task as lm-eval will, without a model.
 
     `num_fewshot`: the flag's value; tasks that fix 0 ignore it. Returns the chance of a right answer in every task
-    with choices. Raises BadDocuments, which names task, file and column, for columns that are missing, labels that
+    with choices. Raises ValueError that names task, file and column, for columns that are missing, labels that
     are not among the choices, and values that are not text.
     """
     from lm_eval.api.task import ConfigurableTask
@@ -40,80 +34,76 @@ def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None)
     with _same_random_numbers():
         for task in tasks:
             # The columns that the code of other classes reads are not known.
-            if isinstance(task, ConfigurableTask):
-                own = task.config.num_fewshot
-                numbers = _check(task, limit, own if own == 0 or num_fewshot is None else num_fewshot)
-                if numbers and task.OUTPUT_TYPE == "multiple_choice":
-                    chances[_name(task)] = sum(1 / number for number in numbers) / len(numbers)
+            if not isinstance(task, ConfigurableTask):
+                continue
+            fixed = task.config.num_fewshot
+            shots = fixed if fixed == 0 or num_fewshot is None else num_fewshot
+            choices = _check(task, limit, shots)
+            if choices and task.OUTPUT_TYPE == "multiple_choice":
+                chances[_name(task)] = sum(1 / count for count in choices) / len(choices)
     return chances
 
 
-def reading_failed(error: Exception) -> BadDocuments | None:
-    """The sentence for an error that lm-eval raised while it read a task's documents; None for other errors."""
+def problem_of_first_document(error: Exception) -> ValueError | None:
+    """What is wrong with a task's first document, which lm-eval itself tried when it raised `error`; or None."""
     from lm_eval.api.task import ConfigurableTask
 
-    task, place = None, None
+    task = None
     trace = error.__traceback__
     while trace:
         owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, ConfigurableTask) and getattr(owner, "dataset", None) is not None:
-            task, method = owner, trace.tb_frame.f_code.co_name
-            if method in ("training_docs", "validation_docs", "test_docs"):
-                place = getattr(task.config, method.replace("_docs", "_split")) or place
-            if method == "fewshot_docs" or "fs_doc" in trace.tb_frame.f_locals:
-                place = _examples(owner)
+        if isinstance(owner, ConfigurableTask) and hasattr(owner, "task_docs"):
+            task = owner
         trace = trace.tb_next
     if task is None:
-        return _different_columns(error)
-    if hasattr(task, "task_docs"):
-        # lm-eval tries the first document itself.
-        try:
-            _check(task, 1, None)
-        except BadDocuments as better:
-            return better
-    return BadDocuments(_failure(task, place or _evaluated(task), error))
-
-
-def _different_columns(error: BaseException | None) -> BadDocuments | None:
-    while error and not isinstance(error, CastError):
-        error = error.__cause__ or error.__context__
-    if error is None:
         return None
-    found, wanted = set(error.table_column_names), set(error.requested_column_names)
-    names = ", ".join(sorted(map(str, found ^ wanted)))
-    return BadDocuments(f"The files of a task of --tasks differ in their columns ({names}): give all the same.")
+    try:
+        _check(task, limit=1, shots=None)
+    except ValueError as problem:
+        return problem
+    return None
 
 
 def _check(task, limit: int | None, shots: int | None) -> list[int]:
     """Check a task; returns the number of choices of every document, if it has choices."""
     split = _evaluated(task)
     read = _columns_read(task)
-    for source in [split, _examples(task)] if shots else [split]:
-        # If only another file has the column, its values are null here, and a template prints None.
-        data = task.dataset[source] if isinstance(task.dataset, dict) and source in task.dataset else None
-        for name in sorted(read & set(getattr(data, "column_names", ()))):
-            if len(data) and data.data.column(name).null_count == len(data):
-                where = f"--tasks {_name(task)}: {_source(task, source)}"
-                raise BadDocuments(f"{where} has no column {name}, which the task reads.")
+    _check_columns(task, split, read)
+    if shots:
+        _check_columns(task, _examples(task), read)
     repeats = task.config.repeats
     if not isinstance(repeats, int) or not 1 <= repeats <= MOST_REPEATS:
-        raise BadDocuments(f"--tasks {_name(task)}: repeats is {repeats!r}: give 1 to {MOST_REPEATS:,}.")
-    empty, numbers = Counter(), []
+        raise ValueError(f"--tasks {_name(task)}: repeats is {repeats!r}: give 1 to {MOST_REPEATS:,}.")
+    empty = Counter()
+    numbers_of_choices = []
     for number, document in enumerate(islice(task.task_docs, limit), 1):
         try:
             text = task.doc_to_text(document)
             choices = None if task.config.doc_to_choice is None else task.doc_to_choice(document)
             target = task.doc_to_target(document)
         except Exception as error:
-            raise BadDocuments(_failure(task, split, error, number, document)) from error
-        if problem := _problem(task, text, choices, target):
-            raise BadDocuments(f"--tasks {_name(task)}: in document {number} of {_source(task, split)} {problem}.")
+            raise ValueError(_failure(task, split, error, number)) from error
+        problem = _problem(task, text, choices, target)
+        if problem:
+            raise ValueError(f"--tasks {_name(task)}: in document {number} of {_source(task, split)} {problem}.")
         if choices is not None:
-            numbers.append(len(choices))
+            numbers_of_choices.append(len(choices))
         empty.update(name for name in read if name in document and document[name] is None)
     for name, count in empty.items():
         warn_once(f"--tasks {_name(task)}: {count:,} documents of {_source(task, split)} have no {name} (null).")
-    return numbers
+    return numbers_of_choices
+
+
+def _check_columns(task, split: str | None, read: set[str]) -> None:
+    """Raise ValueError if a column that is read is null in all of a split: then only another file has it, and a
+    template prints None."""
+    if not isinstance(task.dataset, dict) or not task.dataset.get(split):
+        return
+    data = task.dataset[split]
+    for name in sorted(read.intersection(data.column_names)):
+        if data.data.column(name).null_count == len(data):
+            where = f"--tasks {_name(task)}: {_source(task, split)}"
+            raise ValueError(f"{where} has no column {name}, which the task reads.")
 
 
 def _columns_read(task) -> set[str]:
@@ -123,36 +113,55 @@ def _columns_read(task) -> set[str]:
 
     names = set()
     for field in (task.config.doc_to_text, task.config.doc_to_target, task.config.doc_to_choice):
-        if isinstance(field, str):
-            names |= {field} if field.isidentifier() else find_undeclared_variables(lm_eval.utils.env.parse(field))
+        if not isinstance(field, str):
+            continue
+        if field.isidentifier():
+            names.add(field)
+        else:
+            names |= find_undeclared_variables(lm_eval.utils.env.parse(field))
     return names
 
 
 def _problem(task, text, choices, target) -> str | None:
-    config, kind = task.config, task.OUTPUT_TYPE
-    is_scored_by_lm_eval = not callable(config.process_results)
-    is_choice = kind == "multiple_choice"
-    if choices is not None and (not isinstance(choices, list | tuple) or not all(isinstance(c, str) for c in choices)):
-        return f"the choices ({_field(config.doc_to_choice)}) are {_short(choices)}, no list of texts"
-    if is_choice and not choices:
-        return f"the choices ({_field(config.doc_to_choice)}) are empty"
+    """What is wrong with the text, the choices or the answer of a document."""
+    config = task.config
+    is_choice = task.OUTPUT_TYPE == "multiple_choice"
+    problem = None
+    if choices is not None or is_choice:
+        problem = _problem_of_choices(config, choices, is_choice)
     # lm-eval takes a number instead of a text as the index of the right choice.
-    several_texts = isinstance(text, int) and choices is not None
-    label, field = (text, config.doc_to_text) if several_texts else (target, config.doc_to_target)
-    if is_choice and is_scored_by_lm_eval:
-        for one in label if isinstance(label, list) else [label]:
-            if not _is_choice(one, choices):
-                listed = f"none of {len(choices)} choices ({_short(', '.join(choices))})"
-                return _missing(task, field, label) or f"the label ({_field(field)}) is {_short(one)}, {listed}"
-    if missing := _missing(task, config.doc_to_text, text):
-        return missing
-    if not several_texts and not isinstance(text, str):
-        return f"the text ({_field(config.doc_to_text)}) is {_short(text)}, no text"
-    if not is_choice:
-        if missing := _missing(task, config.doc_to_target, target):
-            return missing
-        if kind.startswith("loglikelihood") and not isinstance(target, str):
-            return f"the answer ({_field(config.doc_to_target)}) is {_short(target)}, no text"
+    is_index = isinstance(text, int) and choices is not None
+    if not problem and is_choice and not callable(config.process_results):
+        if is_index:
+            problem = _problem_of_label(task, config.doc_to_text, text, choices)
+        else:
+            problem = _problem_of_label(task, config.doc_to_target, target, choices)
+    problem = problem or _missing(task, config.doc_to_text, text)
+    if not problem and not is_index and not isinstance(text, str):
+        problem = f"the text ({_field(config.doc_to_text)}) is {_short(text)}, no text"
+    if problem or is_choice:
+        return problem
+    problem = _missing(task, config.doc_to_target, target)
+    if not problem and task.OUTPUT_TYPE.startswith("loglikelihood") and not isinstance(target, str):
+        problem = f"the answer ({_field(config.doc_to_target)}) is {_short(target)}, no text"
+    return problem
+
+
+def _problem_of_choices(config, choices, is_choice: bool) -> str | None:
+    named = f"the choices ({_field(config.doc_to_choice)}) are"
+    is_list = choices is None or isinstance(choices, list | tuple)
+    if not is_list or not all(isinstance(choice, str) for choice in choices or ()):
+        return f"{named} {_short(choices)}, no list of texts"
+    return f"{named} empty" if is_choice and not choices else None
+
+
+def _problem_of_label(task, field, label, choices: list[str]) -> str | None:
+    """`label`: one, or a list of right ones."""
+    for one in label if isinstance(label, list) else [label]:
+        if not _is_choice(one, choices):
+            missing = _missing(task, field, label)
+            listed = f"none of {len(choices)} choices ({_short(', '.join(choices))})"
+            return missing or f"the label ({_field(field)}) is {_short(one)}, {listed}"
     return None
 
 
@@ -170,24 +179,15 @@ def _missing(task, field, value) -> str | None:
     return None
 
 
-def _failure(task, split: str | None, error: Exception, number: int | None = None, document: object = None) -> str:
-    splits = task.dataset if isinstance(task.dataset, dict) else {}
-    raw = getattr(splits.get(split), "column_names", [])
-    columns = task.features if number else raw or getattr(task, "features", [])
-    undefined = re.match(r"'(\w+)' is undefined", str(error))
-    name = error.args[0] if isinstance(error, KeyError) and error.args else undefined and undefined[1]
-    start = f"--tasks {_name(task)}: {_source(task, split)}"
-    if number and (lost := sorted(_columns_read(task) - set(columns))):
-        name = lost[0]
-    if isinstance(error, KeyError) and splits and name == split:
-        return f"{start} has no split {name} (its splits: {_listed(splits)})."
-    # The missing key may be a value of the document, looked up in a table of the task's function.
-    values = map(str, document.values()) if isinstance(document, dict) else ()
-    if isinstance(name, str) and name not in columns and name not in values:
-        return f"{start} has no column {name}, which the task reads (its columns: {_listed(columns)})."
-    where = f"document {number} of " if number else ""
+def _failure(task, split: str | None, error: Exception, number: int) -> str:
+    """The sentence for an error while a task read the document of that number."""
+    source = _source(task, split)
+    listed = _listed(task.features)
+    unknown = sorted(_columns_read(task) - set(task.features))
+    if unknown:
+        return f"--tasks {_name(task)}: {source} has no column {unknown[0]}, which the task reads (it has {listed})."
     reason = f"{type(error).__name__}: {one_line(error)}"
-    return f"--tasks {_name(task)} cannot read {where}{_source(task, split)} (columns: {_listed(columns)}): {reason}."
+    return f"--tasks {_name(task)} cannot read document {number} of {source} (columns: {listed}): {reason}."
 
 
 def _evaluated(task) -> str | None:
@@ -202,9 +202,12 @@ def _examples(task) -> str | None:
 def _source(task, split: str | None) -> str:
     """The file or data set of a task's split, for people."""
     files = (task.config.dataset_kwargs or {}).get("data_files")
-    files = files.get(split, files) if isinstance(files, dict) else files
-    named = files or [task.config.dataset_path, task.config.dataset_name]
-    return " ".join(str(part) for part in (named if isinstance(named, list) else [named]) if part)
+    if isinstance(files, dict):
+        files = files.get(split, files)
+    parts = files or [task.config.dataset_path, task.config.dataset_name]
+    if not isinstance(parts, list):
+        parts = [parts]
+    return " ".join(str(part) for part in parts if part)
 
 
 def _name(task) -> str:
@@ -216,13 +219,16 @@ def _field(field) -> str:
 
 
 def _short(value) -> str:
-    text = " ".join(str(value if isinstance(value, str) else repr(value)).split())
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(map(str, names[:MOST_NAMES])) + (", ..." if len(names) > MOST_NAMES else "") or "none"
+    names = list(map(str, names))
+    if len(names) > MOST_NAMES:
+        names = [*names[:MOST_NAMES], "..."]
+    return ", ".join(names) or "none"
 
 
 @contextmanager

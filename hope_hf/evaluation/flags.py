@@ -130,9 +130,7 @@ class RunArguments:
     )
     archive_dir: str | None = flag(None, "Keep every report as RUN/TIME.json in this folder; nothing is overwritten.")
     report_to: str = flag("none", "Trackers of numbers and pictures: none, or comma-separated (wandb,tensorboard).")
-    batch_size: str | None = flag(
-        None, "Rows per forward pass (default: 8); zero_shot: auto, as many as fit."
-    )
+    batch_size: str | None = flag(None, "Rows per forward pass (default: 8); zero_shot: auto, as many as fit.")
     offline: bool = flag(False, "Do not contact the Hub: models, tokenizers and data are local or in its cache.")
     dtype: Literal["float32", "bfloat16", "float64"] = flag("float32", "Dtype of the weights.")
     device: str | None = flag(None, DEVICE)
@@ -230,7 +228,9 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
     MODEL is the value of `--model_name_or_path`. `--tasks` without `--suite` chooses the suites that define these
     tasks. Raises ValueError with one sentence that names the flag or file and the fix.
     """
-    recipe, argv = split_recipe(argv, FLAGS) if argv and is_recipe(argv[0]) else ([], argv)
+    recipe = []
+    if argv and is_recipe(argv[0]):
+        recipe, argv = split_recipe(argv, FLAGS)
     if argv and not argv[0].startswith("-"):
         model, *argv = argv
         if any(flag_of(word) == "model_name_or_path" for word in argv):
@@ -249,18 +249,30 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
     recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
     named = named_flags(parser, recipe + argv, FLAGS)
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
-    args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
+    values = {}
+    for group in groups:
+        values |= vars(group)
+    args = Arguments(**values)
     if "tasks" in named and "suite" not in named:
-        owners = [next((n for n, one in suites.items() if task in one.tasks), LM_EVAL) for task in names(args.tasks)]
+        owners = [_owner(task, suites) for task in names(args.tasks)]
         args.suite = ",".join(dict.fromkeys(owners)) or LM_EVAL
     _check(args, suites)
     _warn_of_ignored(args, named, suites)
     return args
 
 
+def _owner(task: str, suites: dict[str, Suite]) -> str:
+    """The suite that defines a task."""
+    for name, one in suites.items():
+        if task in one.tasks:
+            return name
+    return LM_EVAL
+
+
 def names(text: str) -> list[str]:
     """The words of a comma-separated list, in order, each once."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    words = map(str.strip, text.split(","))
+    return list(dict.fromkeys(filter(None, words)))
 
 
 def chosen_tasks(args: Arguments, suite: str, known: Collection[str]) -> list[str]:
@@ -268,8 +280,9 @@ def chosen_tasks(args: Arguments, suite: str, known: Collection[str]) -> list[st
     if args.tasks is None:
         return list(known)
     chosen = names(args.tasks)
-    if strange := [name for name in chosen if name not in known]:
-        raise ValueError(f"--tasks {strange[0]} is none of {', '.join(known)}{nearest(strange[0], known)}")
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"--tasks {name} is none of {', '.join(known)}{nearest(name, known)}")
     if not chosen:
         raise ValueError(f"--tasks names no {suite} task: choose among {', '.join(known)}.")
     return chosen
@@ -279,7 +292,8 @@ def parse_lengths(text: str) -> list[int]:
     """`1k,2k,65536` as ascending numbers of tokens (k is 1,024). Raises ValueError naming --lengths."""
     lengths = set()
     for word in names(text.lower()):
-        number, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+        number = word.removesuffix("k")
+        factor = 1 if number == word else 1024
         if not _is_count(number):
             raise ValueError(f"--lengths {text!r} has {word!r}: write whole numbers of tokens, such as 512,1k,64k.")
         lengths.add(int(number) * factor)
@@ -326,8 +340,10 @@ def _check(args: Arguments, suites):
             raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
     if args.log_samples and LM_EVAL in asked and not args.output_dir:
         raise ValueError("--log_samples writes files: name their folder with --output_dir.")
-    rows, bounds = args.batch_size, Bounds(**ROWS)
-    if rows not in (None, AUTO) and not (_is_count(rows) and bounds.admit(int(rows))):
+    rows = args.batch_size
+    bounds = Bounds(**ROWS)
+    is_number = _is_count(rows or "") and bounds.admit(int(rows))
+    if rows not in (None, AUTO) and not is_number:
         raise ValueError(f"--batch_size is {rows!r}: give a whole number {bounds.words()}, or auto.")
     parse_checkpoints(args.checkpoints)
     if args.report_to != "none" and not args.output_dir:
@@ -349,10 +365,10 @@ def _warn_of_ignored(args: Arguments, named: set[str], suites):
             warn_once(f"--{name} is ignored: --compare evaluates nothing.")
         return
     asked = names(args.suite)
-    readers = {name: [suite for suite in suites if name in suites[suite].reads] for name in FLAGS}
     for name in sorted(named - ALWAYS):
-        if readers[name] and not set(readers[name]) & set(asked):
-            warn_once(f"--{name} is ignored: it is for --suite {' or '.join(readers[name])}.")
+        readers = [suite for suite in suites if name in suites[suite].reads]
+        if readers and not set(readers) & set(asked):
+            warn_once(f"--{name} is ignored: it is for --suite {' or '.join(readers)}.")
     if args.batch_size == AUTO and set(asked) != {LM_EVAL}:
         warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:

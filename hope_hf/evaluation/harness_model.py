@@ -41,13 +41,17 @@ def _harness_class() -> type:
             return ids[-left_truncate_len:] if left_truncate_len else ids
 
         def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
-            whole = [torch.tensor(self.tok_encode(string)) for string in strings]
-            rows = [row[-left_truncate_len:] if left_truncate_len else row for row in whole]
-            if any(len(row) < len(all_of_it) for row, all_of_it in zip(rows, whole, strict=True)):
-                warn_once(f"zero_shot: prompts are cut to their last {left_truncate_len:,} tokens (--max_length).")
+            rows = []
+            for string in strings:
+                row = torch.tensor(self.tok_encode(string))
+                if left_truncate_len and len(row) > left_truncate_len:
+                    row = row[-left_truncate_len:]
+                    warn_once(f"zero_shot: prompts are cut to their last {left_truncate_len:,} tokens (--max_length).")
+                rows.append(row)
             padded = partial(pad_sequence, batch_first=True, padding_side=padding_side)
             ids = padded(rows, padding_value=self.tokenizer.pad_token_id)
-            return ids, padded([torch.ones_like(row) for row in rows])
+            mask = padded(list(map(torch.ones_like, rows)))
+            return ids, mask
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False) -> list[float]:
             # lm-eval puts its prefix, BOS or EOS, before the text itself.

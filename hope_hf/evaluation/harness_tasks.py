@@ -16,7 +16,7 @@ from hope_hf.common.process import one_line
 from hope_hf.common.recipe import yaml_fields
 from hope_hf.data import cache_for, plain_name
 
-from .documents import check_documents, reading_failed
+from .documents import check_documents, problem_of_first_document
 from .flags import Arguments, names
 from .result import CannotRun, Row
 
@@ -49,25 +49,17 @@ def find_tasks(args: Arguments):
     asked = names("paper" if args.tasks is None else args.tasks)
     if not asked:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
-    asked = [at_home(name) for name in written_out(asked)]
-    files = [name for name in asked if _is_file(name)]
+    asked = list(map(at_home, written_out(asked)))
+    files = list(filter(_is_file, asked))
     for name in files:
-        if not Path(name).is_file():
-            raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
-        # Functions, metrics, prompts, templates and tokenizers in a file are code, or name code that is downloaded.
-        if not args.trust_remote_code:
-            raise ValueError(
-                f"--tasks {name} is no task of lm-eval's own, and a task file can run code: read it and the files "
-                "that it includes, then give --trust_remote_code."
-            )
-        _check_file(name)
+        _check_file(name, args)
     # A copy, since `load` is replaced below.
     manager = copy(_listed(len(files) < len(asked), args.tokenizer_name or args.model_name_or_path))
     for name in asked:
         if name not in files and name not in manager.task_index:
             raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, manager.all_tasks, most=3)}")
     if args.data_dir is not None:
-        asked = [spec for name in asked for spec in _on_local_data(manager, name, Path(args.data_dir), args)]
+        asked = [_on_local_data(manager, name, Path(args.data_dir), args) for name in asked]
         place = f" from --data_dir {args.data_dir}"
     # The fault may be in the file or in the data that it names.
     elif files:
@@ -82,8 +74,19 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix in (".yaml", ".yml")
 
 
-def _check_file(name: str) -> None:
-    """ValueError for a file that lm-eval would not read as a task or group; nothing in it is constructed or run."""
+def _check_file(name: str, args: Arguments) -> None:
+    """ValueError for a file that is not trusted or that lm-eval would not read as a task or group.
+
+    Nothing in it is constructed or run.
+    """
+    if not Path(name).is_file():
+        raise ValueError(f"--tasks {name} does not exist: name a task of lm-eval or a YAML file of one.")
+    # Functions, metrics, prompts, templates and tokenizers in a file are code, or name code that is downloaded.
+    if not args.trust_remote_code:
+        raise ValueError(
+            f"--tasks {name} is no task of lm-eval's own, and a task file can run code: read it and the files "
+            "that it includes, then give --trust_remote_code."
+        )
     fields = yaml_fields(name, f"--tasks {name}")
     if fields is None:
         raise ValueError(f"--tasks {name} holds no task of lm-eval: write its fields as 'name: value'.")
@@ -129,15 +132,20 @@ def without_foreign_code(trusted: bool) -> Iterator[None]:
         dynamic_module_utils.get_class_in_module = theirs
 
 
-def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> list[dict]:
-    """The task, or the tasks that share the tag `name`, reading the folder's files."""
+def _on_local_data(manager, name: str, folder: Path, args: Arguments) -> dict:
+    """A group of the task, or of the tasks that share the tag `name`, reading the folder's files."""
     if not os.path.isdir(folder):
         raise ValueError(f"--data_dir {folder} is not a folder.")
-    if name not in manager.all_tags and name not in manager.all_subtasks:
+    if name in manager.all_tags:
+        members = sorted(manager.task_index[name].tags)
+    elif name in manager.all_subtasks:
+        members = [name]
+    else:
         raise ValueError(f"--data_dir cannot serve {name}, a group or a file: name single tasks of lm-eval.")
-    members = sorted(manager.task_index[name].tags) if name in manager.all_tags else [name]
-    tasks = [{"task": task, **overrides(task, manager.task_index[task].cfg, folder, args)} for task in members]
-    return [{"group": f"{LOCAL}: {name}", "task": tasks}]
+    tasks = []
+    for task in members:
+        tasks.append({"task": task, **overrides(task, manager.task_index[task].cfg, folder, args)})
+    return {"group": f"{LOCAL}: {name}", "task": tasks}
 
 
 def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
@@ -151,47 +159,59 @@ def overrides(name: str, config: dict, folder: Path, args: Arguments) -> dict:
     examples = config.get("fewshot_config") or {}
     evaluated = config.get("test_split") or config["validation_split"]
     needed = [evaluated]
+    shots = config.get("num_fewshot")
     # lm-eval keeps a 0 that the task sets.
-    fixed = config.get("num_fewshot")
-    if (fixed if fixed == 0 or args.num_fewshot is None else args.num_fewshot) and "samples" not in examples:
-        named = [examples.get("split"), *(config.get(key) for key in ("fewshot_split", *SPLITS))]
-        needed.append(next(filter(None, named)))
-    suffix = next((s for s in FORMATS if (folder / f"{name}_{evaluated}{s}").is_file()), ".jsonl")
-    splits = {config.get(key) for key in SPLITS} | {examples.get("split")}
-    paths = {split: folder / f"{name}_{split}{suffix}" for split in splits if split}
+    if shots != 0 and args.num_fewshot is not None:
+        shots = args.num_fewshot
+    if shots and "samples" not in examples:
+        candidates = [examples.get("split"), config.get("fewshot_split"), *map(config.get, SPLITS)]
+        needed.append(next(filter(None, candidates)))
+    suffix = _suffix(folder / f"{name}_{evaluated}")
+    files = {}
     for split in needed:
-        if not paths[split].is_file():
+        file = folder / f"{name}_{split}{suffix}"
+        if not file.is_file():
             raise ValueError(
-                f"--data_dir {folder} has no {paths[split].name}: lm-eval's task {name} reads its split {split}, "
+                f"--data_dir {folder} has no {file.name}: lm-eval's task {name} reads its split {split}, "
                 "as .jsonl, .json or .parquet."
             )
-    there = {split: plain_name(str(paths[split])) for split in needed}
-    fields = {key: config[key] if config.get(key) in there else None for key in SPLITS}
-    if examples.get("split") and examples["split"] not in there:
+        files[split] = plain_name(str(file))
+    fields = {key: config[key] if config.get(key) in files else None for key in SPLITS}
+    if examples.get("split") and examples["split"] not in files:
         fields["fewshot_config"] = {**examples, "split": None}
     return {
         "dataset_path": FORMATS[suffix],
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": there, "cache_dir": cache_for(there.values())},
+        "dataset_kwargs": {"data_files": files, "cache_dir": cache_for(files.values())},
         **fields,
     }
+
+
+def _suffix(path: Path) -> str:
+    """The ending of the file that is there; .jsonl if there is none."""
+    for suffix in FORMATS:
+        if path.with_name(path.name + suffix).is_file():
+            return suffix
+    return ".jsonl"
 
 
 def _load_in_sentences(manager, args: Arguments, place: str):
     """Make the manager's `load` raise a one-sentence error with `place`: tasks run their own code on the data."""
     load = manager.load
 
+    # The network, or an archive that the Hub no longer has.
+    is_from_hub = args.data_dir is None and not args.offline and place
+
     def load_or_say(tasks):
         try:
             found = load(tasks)
         except Exception as error:
-            if failure := reading_failed(error):
-                raise failure from error
+            problem = problem_of_first_document(error)
+            if problem:
+                raise problem from error
             reason = f"{type(error).__name__}: {one_line(error)}"
-            told = f"--tasks {args.tasks or 'paper'} cannot be loaded{place}: {reason}"
-            # The network, or an archive that the Hub no longer has.
-            from_hub = args.data_dir is None and not args.offline and place
-            raise (CannotRun if from_hub else ValueError)(told) from error
+            sentence = f"--tasks {args.tasks or 'paper'} cannot be loaded{place}: {reason}"
+            raise (CannotRun if is_from_hub else ValueError)(sentence) from error
         manager.chances = check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
         return found
 
@@ -202,7 +222,10 @@ def written_out(tasks: list[str]) -> list[str]:
     """The names with the aliases replaced, each once. Raises ValueError for `all`: lm-eval has thousands."""
     if "all" in tasks:
         raise ValueError("--tasks all is no task: write paper for the nine of the paper, or name tasks of lm-eval.")
-    return list(dict.fromkeys(name for task in tasks for name in ALIASES.get(task, (task,))))
+    names = []
+    for task in tasks:
+        names += ALIASES.get(task, (task,))
+    return list(dict.fromkeys(names))
 
 
 def paper_row(rows: list[Row]) -> Row | None:
@@ -210,13 +233,20 @@ def paper_row(rows: list[Row]) -> Row | None:
 
     `average` is the mean of the eight accuracies, with the standard error of independent ones.
     """
-    found = {(row["task"], row["metric"]): row for row in rows}
-    columns = [(name, (task, metric), counts) for task in COLUMNS for name, metric, counts in COLUMNS[task]]
-    if not all(key in found for _, key, _ in columns):
-        return None
-    row = {name: found[key]["value"] * (100 if counts else 1) for name, key, counts in columns}
-    averaged = [found[key] for _, key, counts in columns if counts]
-    row["average"] = 100 * math.fsum(one["value"] for one in averaged) / len(averaged)
-    errors = [one["value_stderr"] for one in averaged]
-    row["average_stderr"] = None if None in errors else 100 * math.hypot(*errors) / len(errors)
-    return row
+    by_metric = {(row["task"], row["metric"]): row for row in rows}
+    table = {}
+    accuracies = []
+    errors = []
+    for task, columns in COLUMNS.items():
+        for name, metric, is_accuracy in columns:
+            found = by_metric.get((task, metric))
+            if found is None:
+                return None
+            table[name] = found["value"]
+            if is_accuracy:
+                table[name] *= 100
+                accuracies.append(found["value"])
+                errors.append(found["value_stderr"])
+    table["average"] = 100 * math.fsum(accuracies) / len(accuracies)
+    table["average_stderr"] = None if None in errors else 100 * math.hypot(*errors) / len(errors)
+    return table

@@ -1,5 +1,6 @@
 """Texts read with levels that learn: losses of the tokens, and what every step did."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,8 +11,12 @@ from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
 
+from .display import Panels
 from .result import Row
-from .streams import Scores, score
+from .streams import Scores, joined_scores, score
+
+# Kinds of counts, and their names in a picture.
+COUNTS = {"steps": "steps", "skipped_gate": "left out by the gate", "skipped_not_finite": "left out, not finite"}
 
 
 class Piece(NamedTuple):
@@ -47,42 +52,66 @@ def learned_scores(
     period = model.config.level_learning.resolved(model.config).periods[0]
     length = input_ids.shape[1] - 1
     cache = HopeCache(model.config)
-    scores, pieces = [], []
+    scores = []
+    pieces = []
     for start in range(0, length, period):
         end = min(start + period, length)
-        ids, targets = input_ids[:, start:end].to(model.device), input_ids[:, start + 1 : end + 1]
+        ids = input_ids[:, start:end].to(model.device)
+        targets = input_ids[:, start + 1 : end + 1]
         before = cache.snapshot()
-        found = score(model(ids, cache=cache, learn=True).logits, targets)
-        scores.append(found)
+        as_read = score(model(ids, cache=cache, learn=True).logits, targets)
+        scores.append(as_read)
         if end - start == period:
-            after = cache.snapshot()
-            counts = after.levels.counts
-            if before.levels is not None:
-                counts = {name: number - before.levels.counts[name] for name, number in counts.items()}
-            again = found
+            counts = _new_counts(before, cache)
+            again = as_read
             if counts["steps"].any():
-                cache.rollback(before)
-                cache.levels = after.levels
-                again = score(model(ids, cache=cache).logits, targets)
-                cache.rollback(after)
-            counts = {name: number.cpu() for name, number in counts.items()}
-            means = [one.losses.mean(1) for one in (found, again)]
-            pieces.append(Piece(end, *means, counts, model.level_drifts(cache).cpu()))
+                again = _read_again(model, cache, before, ids, targets)
+            piece = Piece(
+                end=end,
+                before=as_read.losses.mean(1),
+                after=again.losses.mean(1),
+                counts={name: count.cpu() for name, count in counts.items()},
+                drift=model.level_drifts(cache).cpu(),
+            )
+            pieces.append(piece)
         after_piece()
-    sizes = torch.zeros(cache.levels.steps.shape[1], dtype=torch.long)
+    num_levels = cache.levels.steps.shape[1]
+    sizes = torch.zeros(num_levels, dtype=torch.long)
     for key, delta in cache.levels.deltas.items():
         sizes[key.level] += delta[0].nbytes
-    return Scores(*(torch.cat(parts, 1) for parts in zip(*scores, strict=True))), pieces, sizes
+    return joined_scores(scores, 1), pieces, sizes
+
+
+def _new_counts(before: HopeCache, cache: HopeCache) -> dict[str, Tensor]:
+    """Steps, and steps left out by reason, since a snapshot [B, L]."""
+    counts = cache.levels.counts
+    if before.levels is None:
+        return dict(counts)
+    return {name: count - before.levels.counts[name] for name, count in counts.items()}
+
+
+def _read_again(model: PreTrainedModel, cache: HopeCache, before: HopeCache, ids: Tensor, targets: Tensor) -> Scores:
+    """The scores of a piece from the state before it, with the levels after it; the cache stays as it is."""
+    after = cache.snapshot()
+    cache.rollback(before)
+    cache.levels = after.levels
+    scores = score(model(ids, cache=cache).logits, targets)
+    cache.rollback(after)
+    return scores
 
 
 def joined(batches: list[list[Piece]]) -> list[Piece]:
     """The pieces of several batches of texts of one length, as those of all texts."""
-    found = []
-    for same in zip(*batches, strict=True):
-        counts = {name: torch.cat([piece.counts[name] for piece in same]) for name in same[0].counts}
-        before, after, drift = (torch.cat([getattr(p, name) for p in same]) for name in ("before", "after", "drift"))
-        found.append(Piece(same[0].end, before, after, counts, drift))
-    return found
+    pieces = []
+    for parts in zip(*batches, strict=True):
+        counts = {}
+        for name in parts[0].counts:
+            counts[name] = torch.cat([part.counts[name] for part in parts])
+        before = torch.cat([part.before for part in parts])
+        after = torch.cat([part.after for part in parts])
+        drift = torch.cat([part.drift for part in parts])
+        pieces.append(Piece(parts[0].end, before, after, counts, drift))
+    return pieces
 
 
 def level_rows(pieces: list[Piece], edges: list[int], sizes: Tensor) -> list[Row]:
@@ -92,43 +121,62 @@ def level_rows(pieces: list[Piece], edges: list[int], sizes: Tensor) -> list[Row
     """
     rows = []
     for start, end in pairwise([0, *edges]):
-        inside = [piece for piece in pieces if start < piece.end <= end]
+        earlier = [piece for piece in pieces if piece.end <= end]
+        inside = [piece for piece in earlier if start < piece.end]
         for level, size in enumerate(sizes.tolist()):
             row: Row = {"positions": f"{start + 1:,}-{end:,}", "level": level}
-            for name in ("steps", "skipped_gate", "skipped_not_finite"):
-                row[name] = sum(int(piece.counts[name][:, level].sum()) for piece in inside)
-            drifts = [float(piece.drift[:, level].max()) for piece in pieces if piece.end <= end]
-            row["drift"] = drifts[-1] if drifts else 0.0
-            stepped = [piece.counts["steps"][:, level] > 0 for piece in inside]
-            for name in ("before", "after"):
-                losses = [getattr(piece, name)[rows] for piece, rows in zip(inside, stepped, strict=True)]
-                row[f"loss_{name}"] = float(torch.cat(losses).double().mean()) if row["steps"] else None
-            rows.append(row | {"state_mib": size / 2**20})
+            row |= dict.fromkeys(COUNTS, 0)
+            for piece in inside:
+                for name in COUNTS:
+                    row[name] += int(piece.counts[name][:, level].sum())
+            row["drift"] = float(earlier[-1].drift[:, level].max()) if earlier else 0.0
+            row["loss_before"] = None
+            row["loss_after"] = None
+            if row["steps"]:
+                row["loss_before"], row["loss_after"] = _losses_of_steps(inside, level)
+            row["state_mib"] = size / 2**20
+            rows.append(row)
     return rows
 
 
-def level_panels(pieces: list[Piece]) -> dict[str, dict[str, list]]:
-    """Curves over the tokens of a text for `display.small_curves`, as means over texts; a drift is the largest."""
-    loss, drift, steps = {}, {}, {}
-    panels = {
-        "loss of a piece, nats per token": loss,
-        "drift: norm of what was learned, % of the matrix": drift,
-        "steps so far, mean of the texts": steps,
-    }
-    totals: dict[str, Tensor] = {}
-    names = {"steps": "steps", "skipped_gate": "left out by the gate", "skipped_not_finite": "left out, not finite"}
+def _losses_of_steps(pieces: list[Piece], level: int) -> tuple[float, float]:
+    """Mean losses of the texts and pieces that ended with a step of a level: as they were read, and read again."""
+    before = []
+    after = []
     for piece in pieces:
-        for name, label in (("before", "as it was read"), ("after", "read again after the step")):
-            loss.setdefault(label, []).append((piece.end, (float(getattr(piece, name).mean()), None)))
-        for level in range(piece.drift.shape[1]):
-            percent = 100 * float(piece.drift[:, level].max())
-            drift.setdefault(f"level {level}", []).append((piece.end, (percent, None)))
-        for name, label in names.items():
-            totals[name] = totals.get(name, 0) + piece.counts[name].double().mean(0)
+        has_stepped = piece.counts["steps"][:, level] > 0
+        before.append(piece.before[has_stepped])
+        after.append(piece.after[has_stepped])
+    mean_before = torch.cat(before).double().mean()
+    mean_after = torch.cat(after).double().mean()
+    return float(mean_before), float(mean_after)
+
+
+def level_panels(pieces: list[Piece]) -> Panels:
+    """Curves over the tokens of a text for `display.small_curves`, as means over texts; a drift is the largest."""
+    losses = {"as it was read": [], "read again after the step": []}
+    drifts = defaultdict(list)
+    steps = defaultdict(list)
+    totals = dict.fromkeys(COUNTS, 0)
+    for piece in pieces:
+        before = float(piece.before.mean())
+        after = float(piece.after.mean())
+        losses["as it was read"].append((piece.end, (before, None)))
+        losses["read again after the step"].append((piece.end, (after, None)))
+        for level, drift in enumerate(piece.drift.amax(0).tolist()):
+            drifts[f"level {level}"].append((piece.end, (100 * drift, None)))
+        for name, label in COUNTS.items():
+            totals[name] = totals[name] + piece.counts[name].double().mean(0)
             for level, total in enumerate(totals[name].tolist()):
-                steps.setdefault(f"level {level}: {label}", []).append((piece.end, (total, None)))
-    # a reason that never came is not drawn
-    panels["steps so far, mean of the texts"] = {
-        label: points for label, points in steps.items() if label.endswith("steps") or points[-1][1][0]
+                steps[f"level {level}: {label}"].append((piece.end, (total, None)))
+    shown_steps = {}
+    for label, points in steps.items():
+        _, (total, _) = points[-1]
+        # a reason that never came is not drawn
+        if label.endswith("steps") or total:
+            shown_steps[label] = points
+    return {
+        "loss of a piece, nats per token": losses,
+        "drift: norm of what was learned, % of the matrix": drifts,
+        "steps so far, mean of the texts": shown_steps,
     }
-    return panels

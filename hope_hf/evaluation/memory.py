@@ -1,7 +1,9 @@
 """Measures the memories: their gates, and how large their state becomes under unusual inputs."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -15,7 +17,7 @@ from .display import progress
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import held_out_documents
 from .result import CannotRun, Row, SuiteResult, summary_row
-from .streams import PIECE, memory_states
+from .streams import memory_states, piece_ends
 from .subject import Subject
 
 GATE_TOKENS = 2048
@@ -31,9 +33,11 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     has no useful memory.
     """
     texts = held_out_documents(args).head(args.limit).encoded(subject.encode)
-    longest = sorted((ids[:GATE_TOKENS] for ids in texts), key=len)[-args.samples_per_length :]
-    gates = gate_rows(subject, [torch.tensor([[subject.start, *ids]]) for ids in longest])
-    lengths = parse_lengths(args.lengths or (LIMITED_STRESS_LENGTHS if args.limit else DEFAULT_STRESS_LENGTHS))
+    texts = sorted((ids[:GATE_TOKENS] for ids in texts), key=len)
+    longest = [torch.tensor([[subject.start, *ids]]) for ids in texts[-args.samples_per_length :]]
+    gates = gate_rows(subject, longest)
+    default_lengths = LIMITED_STRESS_LENGTHS if args.limit else DEFAULT_STRESS_LENGTHS
+    lengths = parse_lengths(args.lengths or default_lengths)
     unusual = stress(args, subject, lengths)
     horizon = median(row["horizon_median"] for row in gates)
     largest = max(row["largest_weight"] for row in unusual)
@@ -47,17 +51,18 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
 @torch.no_grad()
 def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
     """A row per layer and head: mean and standard deviation over tokens of the rate, quartiles of the horizon."""
-    found = {}
-
-    def record(layer):
-        def hook(mixer, arguments):
-            gates = mixer.gate_values(arguments[0])
-            found.setdefault(layer, []).append([gate.flatten(0, 1).float().cpu() for gate in gates])
-
-        return hook
-
     mixers = memory_mixers(subject.model)
-    handles = [mixer.register_forward_pre_hook(record(layer)) for layer, mixer in mixers.items()]
+    rates: dict[int, list[Tensor]] = defaultdict(list)
+    retentions: dict[int, list[Tensor]] = defaultdict(list)
+
+    def record(layer: int, mixer, arguments) -> None:
+        rate, retention = mixer.gate_values(arguments[0])
+        rates[layer].append(rate.flatten(0, 1).float().cpu())
+        retentions[layer].append(retention.flatten(0, 1).float().cpu())
+
+    handles = []
+    for layer, mixer in mixers.items():
+        handles.append(mixer.register_forward_pre_hook(partial(record, layer)))
     try:
         for text in texts:
             subject.model(input_ids=text.to(subject.model.device), use_cache=False, logits_to_keep=1)
@@ -65,22 +70,28 @@ def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
         for handle in handles:
             handle.remove()
     rows = []
-    for layer, values in found.items():
-        rates, retentions = (torch.cat(parts) for parts in zip(*values, strict=True))
-        for head in range(rates.shape[1]):
-            horizons = 1 / (1 - retentions[:, head].double()).clamp(min=1e-9)
-            quartiles = horizons.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-            rows.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "n": len(rates),
-                    "rate_mean": float(rates[:, head].mean()),
-                    "rate_std": float(rates[:, head].std()),
-                    **dict(zip(("horizon_25", "horizon_median", "horizon_75"), quartiles, strict=True)),
-                }
-            )
+    for layer in mixers:
+        rate = torch.cat(rates[layer])
+        retention = torch.cat(retentions[layer])
+        for head in range(rate.shape[1]):
+            row = {"layer": layer, "head": head}
+            rows.append(row | _head_row(rate[:, head], retention[:, head]))
     return rows
+
+
+def _head_row(rate: Tensor, retention: Tensor) -> Row:
+    """A head's gates over tokens [N]."""
+    horizons = 1 / (1 - retention.double()).clamp(min=1e-9)
+    shares = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, middle, high = horizons.quantile(shares).tolist()
+    return {
+        "n": len(rate),
+        "rate_mean": float(rate.mean()),
+        "rate_std": float(rate.std()),
+        "horizon_25": low,
+        "horizon_median": middle,
+        "horizon_75": high,
+    }
 
 
 # Values added to the biases of the gates: (learning rate, time step of forgetting).
@@ -92,14 +103,15 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
 
     Raises ValueError if these are not finite.
     """
-    vocabulary, generator = subject.model.config.vocab_size, torch.Generator().manual_seed(args.seed)
-    iid = torch.randint(vocabulary, (1, lengths[-1]), generator=generator)
+    longest = lengths[-1]
+    generator = torch.Generator().manual_seed(args.seed)
+    random_ids = torch.randint(subject.model.config.vocab_size, (1, longest), generator=generator)
     inputs = {
-        "random tokens": iid,
-        "one token": iid[:, :1].expand(-1, lengths[-1]),
-        "two tokens in turn": iid[:, torch.arange(lengths[-1]) % 2],
+        "random tokens": random_ids,
+        "one token": random_ids[:, :1].expand(-1, longest),
+        "two tokens in turn": random_ids[:, torch.arange(longest) % 2],
     }
-    total = len(GATES) * len(inputs) * lengths[-1]
+    total = len(GATES) * len(inputs) * longest
     rows = []
     with progress(None, "memory: unusual inputs", total) as bar:
         for gates, shifts in GATES.items():
@@ -116,30 +128,33 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
 @torch.no_grad()
 def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Row]:
     """Largest weight of the memories and largest logit so far, after each of the lengths of one text [1, T]."""
-    cache, largest_logit = HopeCache(subject.model.config), 0.0
-    ends = sorted({*range(PIECE, lengths[-1], PIECE), *lengths})
-    for start, end in pairwise([0, *ends]):
-        logits = subject.model(ids[:, start:end].to(subject.model.device), cache=cache).logits
+    cache = HopeCache(subject.model.config)
+    largest_logit = torch.tensor(0.0)
+    for start, end in pairwise([0, *piece_ends(lengths[-1], lengths)]):
+        piece = ids[:, start:end].to(subject.model.device)
+        logits = subject.model(piece, cache=cache).logits
         # Not Python's max(), which would drop a NaN.
-        largest_logit = float(torch.stack([torch.tensor(largest_logit), logits.abs().max().float().cpu()]).max())
+        largest_logit = torch.maximum(largest_logit, logits.abs().max().float().cpu())
         bar.update(end - start)
         if end in lengths:
-            largest = float(torch.stack([tensor.abs().max().cpu() for tensor in memory_states(cache)]).max())
-            yield {"tokens": end, "largest_weight": largest, "largest_logit": largest_logit}
+            weights = [state.abs().max().cpu() for state in memory_states(cache)]
+            largest_weight = float(torch.stack(weights).max())
+            yield {"tokens": end, "largest_weight": largest_weight, "largest_logit": float(largest_logit)}
 
 
 @contextmanager
 def _shifted_gates(subject: Subject, rate: float, forgetting: float) -> Iterator[None]:
-    biases = [
-        (getattr(mixer.gates, name), shift)
-        for mixer in memory_mixers(subject.model).values()
-        for name, shift in (("learning_rate_bias", rate), ("dt_bias", forgetting))
-    ]
-    learned = [bias.detach().clone() for bias, _ in biases]
+    """Inside, the biases of the gates are larger by `rate` (learning rate) and `forgetting` (time step)."""
+    gates = [mixer.gates for mixer in memory_mixers(subject.model).values()]
+    learned = []
+    for gate in gates:
+        learned.append((gate.learning_rate_bias.detach().clone(), gate.dt_bias.detach().clone()))
     try:
-        for bias, shift in biases:
-            bias.data.add_(shift)
+        for gate in gates:
+            gate.learning_rate_bias.data.add_(rate)
+            gate.dt_bias.data.add_(forgetting)
         yield
     finally:
-        for (bias, _), before in zip(biases, learned, strict=True):
-            bias.data.copy_(before)
+        for gate, (rate_bias, forgetting_bias) in zip(gates, learned, strict=True):
+            gate.learning_rate_bias.data.copy_(rate_bias)
+            gate.dt_bias.data.copy_(forgetting_bias)

@@ -19,15 +19,16 @@ from .display import curves, progress, small_curves
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import HeldOut, held_out_documents
 from .levels import Piece, joined, learned_scores, level_panels, level_rows
-from .result import TEXT_TABLE, Row, SuiteResult, summary_row
+from .result import TEXT_TABLE, Row, SuiteResult, put, summary_row
 from .streams import (
-    PIECE,
     Scores,
     bits_per_byte,
     carried_scores,
     document_scores,
+    joined_scores,
     mean_of_blocks,
     memory_states,
+    piece_ends,
     window_scores,
 )
 from .subject import Subject, require_finite
@@ -67,39 +68,55 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     if args.limit:
         most = parse_lengths(args.lengths)[-1] if args.lengths else LIMITED
         ids = [row[:most] for row in ids]
-        held = replace(held, texts=[subject.tokenizer.decode(row) for row in ids])
+        held = replace(held, texts=subject.tokenizer.batch_decode(ids))
     documents = [torch.tensor([subject.start, *row]) for row in ids]
-    whole, *parts = by_corpus(args, subject, held, documents)
-    tables = {f"{TEXT_TABLE}{held.source}": [whole]} | ({"By corpus": parts} if parts else {})
+    whole, corpora = by_corpus(args, subject, held, documents)
+    tables = {f"{TEXT_TABLE}{held.source}": [whole]}
+    if corpora:
+        tables["By corpus"] = corpora
     positions, learned = by_position(args, subject, documents)
-    # The columns are split over two tables that fit a terminal.
-    gains = [name for name in positions[0] if "_minus_" in name or name.startswith("state_")]
-    tables["Loss by position"] = [{name: row[name] for name in row if name not in gains} for row in positions]
-    if gains:
-        rows = [{name: row[name] for name in ("positions", "n", *gains)} for row in positions]
-        tables["Gain of the carried state over each control, and its size"] = rows
+    tables |= _split_columns(positions)
     pictures = {"loss_by_position.png": partial(draw, positions)}
     if learned:
         tables["Levels that learn, by position"] = learned.rows
         if learned.pieces:
             panels = level_panels(learned.pieces)
             pictures["levels.png"] = partial(small_curves, panels=panels, x_label="position in the text, tokens")
-    return SuiteResult(tables, pictures, summary=_summary(whole, positions, subject.model.config.vocab_size))
+    return SuiteResult(tables, pictures, summary=_summary(whole, positions[-1], subject.model.config.vocab_size))
 
 
-def _summary(whole: Row, positions: list[Row], vocab_size: int) -> list[Row]:
+def _split_columns(positions: list[Row]) -> dict[str, list[Row]]:
+    """The columns by position as two tables that fit a terminal."""
+    losses = []
+    gains = []
+    for row in positions:
+        loss = {}
+        gain = {"positions": row["positions"], "n": row["n"]}
+        for name, value in row.items():
+            if "_minus_" in name or name.startswith("state_"):
+                gain[name] = value
+            else:
+                loss[name] = value
+        losses.append(loss)
+        gains.append(gain)
+    tables = {"Loss by position": losses}
+    if len(gains[0]) > 2:
+        tables["Gain of the carried state over each control, and its size"] = gains
+    return tables
+
+
+def _summary(whole: Row, last: Row, vocab_size: int) -> list[Row]:
+    """The main numbers; `last`: the row of the last positions."""
     found = [
         summary_row("loss, nats per token", whole["loss"], whole["loss_stderr"], math.log(vocab_size)),
         summary_row("perplexity", whole["perplexity"], whole["perplexity_stderr"], vocab_size),
         summary_row("accuracy of the likeliest token", whole["accuracy"], whole["accuracy_stderr"], 1 / vocab_size),
     ]
-    last = positions[-1]
-    if "frozen_minus_loss" in last:
-        name = f"loss saved by live memories, tokens {last['positions']}"
-        found.append(summary_row(name, last["frozen_minus_loss"], last["frozen_minus_loss_stderr"], 0.0))
-    if LEARNED in last:
-        name = f"loss saved by levels that learn, tokens {last['positions']}"
-        found.append(summary_row(name, last[LEARNED], last[f"{LEARNED}_stderr"], 0.0))
+    savers = {"frozen_minus_loss": "live memories", LEARNED: "levels that learn"}
+    for column, saver in savers.items():
+        if column in last:
+            name = f"loss saved by {saver}, tokens {last['positions']}"
+            found.append(summary_row(name, last[column], last[f"{column}_stderr"], 0.0))
     return found
 
 
@@ -112,39 +129,46 @@ class Part(NamedTuple):
     num_bytes: int
 
 
-def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[Tensor]) -> list[Row]:
+def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[Tensor]) -> tuple[Row, list[Row]]:
     """A row for all documents, each read by itself from its beginning, and one for every corpus if there are several.
 
     Every token has the same weight.
     """
-    found = document_scores(args, subject, documents, "perplexity: documents")
-    require_finite(torch.cat([scores.losses for scores in found]), "perplexity: the model's losses on the text")
-    sizes = [len(text.encode("utf-8")) for text in held.texts]
-    tokens = [document[1:] for document in documents]
-    parts = sorted(map(Part, held.corpora, tokens, found, sizes), key=lambda part: len(part.tokens))
+    scores = document_scores(args, subject, documents, "perplexity: documents")
+    require_finite(joined_scores(scores).losses, "perplexity: the model's losses on the text")
+    parts = []
+    for corpus, text, document, of_document in zip(held.corpora, held.texts, documents, scores, strict=True):
+        parts.append(Part(corpus, document[1:], of_document, len(text.encode("utf-8"))))
+    parts.sort(key=lambda part: len(part.tokens))
     names = list(dict.fromkeys(held.corpora))
-    of_corpus = {name: [part for part in parts if part.corpus == name] for name in names if len(names) > 1}
-    return [_row(parts), *({"corpus": name, **_row(own)} for name, own in of_corpus.items())]
+    corpora = []
+    if len(names) > 1:
+        for name in names:
+            of_corpus = [part for part in parts if part.corpus == name]
+            corpora.append({"corpus": name, **_row(of_corpus)})
+    return _row(parts), corpora
 
 
 def _row(parts: list[Part]) -> Row:
-    accuracy, hits = next_token_accuracy(), []
+    accuracy = next_token_accuracy()
     for part in parts:
         accuracy.add_batch(predictions=part.scores.guesses.tolist(), references=part.tokens.tolist())
-        hits.append(part.scores.guesses == part.tokens)
-    losses = torch.cat([part.scores.losses for part in parts])
-    loss, stderr = mean_of_blocks(losses)
+    scores = joined_scores([part.scores for part in parts])
+    hits = scores.guesses == torch.cat([part.tokens for part in parts])
+    count = len(hits)
+    num_bytes = sum(part.num_bytes for part in parts)
+    loss, stderr = mean_of_blocks(scores.losses)
     perplexity = math.exp(min(loss, 700.0))
     return {
         "documents": len(parts),
-        "n": len(losses),
+        "n": count,
         "loss": loss,
         "loss_stderr": stderr,
         "perplexity": perplexity,
         "perplexity_stderr": stderr and perplexity * stderr,
-        **bits_per_byte(loss, stderr, len(losses) / sum(part.num_bytes for part in parts)),
+        **bits_per_byte(loss, stderr, count / num_bytes),
         **accuracy.compute(),
-        "accuracy_stderr": mean_of_blocks(torch.cat(hits))[1],
+        "accuracy_stderr": mean_of_blocks(hits)[1],
     }
 
 
@@ -162,43 +186,60 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     """
     edges = _edges(args, subject, documents)
     streams = _streams(documents, edges[-1], subject.start, args.texts_per_length)
-    modes, learned, sizes = {}, None, []
-    bound = subject.longest_input or math.inf
-    if edges[-1] <= bound:
-        modes["loss"], sizes = _carried(args, subject, streams, edges, "perplexity: by position")
-        if subject.learns:
-            modes["levels_learn"], learned = _learned(args, subject, streams, edges)
-    if subject.has_memory:
-        with frozen_memories(subject.model):
-            modes["frozen"], _ = _carried(args, subject, streams, edges, "perplexity: by position, memories frozen")
-    window = min(bound, LONGEST_WINDOW, edges[-2] if len(edges) > 1 else max(2, edges[0] // 2))
-    modes["window"] = _windows(args, subject, streams, window, window // 2)
-    if RESET_EVERY < bound:
-        modes[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
-    for name, losses in modes.items():
-        require_finite(losses, f"perplexity: the model's losses on texts of {edges[-1]:,} tokens ({name})")
-    mixed = mixed_losses([modes["loss"], modes["frozen"]]) if {"loss", "frozen"} <= modes.keys() else None
-    table = torch.tensor(bytes_per_id(subject.tokenizer))
+    losses, sizes, learned = _losses_by_mode(args, subject, streams, edges)
+    for mode, of_mode in losses.items():
+        require_finite(of_mode, f"perplexity: the model's losses on texts of {edges[-1]:,} tokens ({mode})")
+    mixed = None
+    if "loss" in losses and "frozen" in losses:
+        mixed = mixed_losses([losses["loss"], losses["frozen"]])
+    # Paired by token: their error is the standard error of the difference.
+    gains = {}
+    for mode in CONTROLS:
+        if "loss" in losses and mode in losses:
+            gains[f"{mode}_minus_loss"] = losses[mode] - losses["loss"]
+    if "levels_learn" in losses:
+        gains[LEARNED] = losses["loss"] - losses["levels_learn"]
+    bytes_of_tokens = torch.tensor(bytes_per_id(subject.tokenizer))[streams[:, 1:]]
+    first_mode = next(iter(losses))
     rows = []
-    for index, (start, end) in enumerate(pairwise([0, *edges])):
-        num_bytes = int(table[streams[:, start + 1 : end + 1]].sum())
-        row = {"positions": f"{start + 1:,}-{end:,}", "n": len(streams) * (end - start)}
-        for name, losses in modes.items():
-            row[name], row[f"{name}_stderr"] = mean_of_blocks(losses[:, start:end])
+    for start, end in pairwise([0, *edges]):
+        count = len(streams) * (end - start)
+        row = {"positions": f"{start + 1:,}-{end:,}", "n": count}
+        for mode, of_mode in losses.items():
+            put(row, mode, mean_of_blocks(of_mode[:, start:end]))
         if mixed is not None:
             row["mixed"] = float(mixed[:, start:end].mean())
-        differences = {f"{name}_minus_loss": (name, "loss") for name in CONTROLS} | {LEARNED: ("loss", "levels_learn")}
-        for called, (name, other) in differences.items():
-            if {name, other} <= modes.keys():
-                # Paired by token: the error is the standard error of the difference.
-                gain = (modes[name] - modes[other])[:, start:end]
-                row[called], row[f"{called}_stderr"] = mean_of_blocks(gain)
-        first = next(iter(modes))
-        row |= bits_per_byte(row[first], row[f"{first}_stderr"], row["n"] / max(1, num_bytes))
-        if sizes:
-            row |= sizes[index]
+        for name, gain in gains.items():
+            put(row, name, mean_of_blocks(gain[:, start:end]))
+        num_bytes = int(bytes_of_tokens[:, start:end].sum())
+        loss, stderr = row[first_mode], row[f"{first_mode}_stderr"]
+        row |= bits_per_byte(loss, stderr, count / max(1, num_bytes))
+        row |= sizes.get(end, {})
         rows.append(row)
     return rows, learned
+
+
+def _losses_by_mode(
+    args: Arguments, subject: Subject, streams: Tensor, edges: list[int]
+) -> tuple[dict[str, Tensor], dict[int, Row], Learned | None]:
+    """Losses [n, T] by mode, the size of the carried state at each edge, and what levels learned."""
+    bound = subject.longest_input or math.inf
+    losses = {}
+    sizes = {}
+    learned = None
+    if edges[-1] <= bound:
+        losses["loss"], sizes = _carried(args, subject, streams, edges, "perplexity: by position")
+        if subject.learns:
+            losses["levels_learn"], learned = _learned(args, subject, streams, edges)
+    if subject.has_memory:
+        with frozen_memories(subject.model):
+            losses["frozen"], _ = _carried(args, subject, streams, edges, "perplexity: by position, memories frozen")
+    second_longest = edges[-2] if len(edges) > 1 else max(2, edges[0] // 2)
+    window = min(bound, LONGEST_WINDOW, second_longest)
+    losses["window"] = _windows(args, subject, streams, window, window // 2)
+    if RESET_EVERY < bound:
+        losses[f"reset_{RESET_EVERY}"] = _windows(args, subject, streams, RESET_EVERY + 1, RESET_EVERY)
+    return losses, sizes, learned
 
 
 def draw(rows: list[Row], path: Path):
@@ -206,25 +247,33 @@ def draw(rows: list[Row], path: Path):
 
     A third panel has what levels that learn save.
     """
-    ends = [int(row["positions"].split("-")[1].replace(",", "")) for row in rows]
-
-    def series(suffix: str) -> dict[str, list]:
-        named = {label: f"{name}{suffix}" for name, label in LABELS.items() if f"{name}{suffix}" in rows[0]}
-        return {label: [(row[name], row[f"{name}_stderr"]) for row in rows] for label, name in named.items()}
-
-    panels = {"loss, nats per token": series("")}
-    if gains := series("_minus_loss"):
+    losses = {}
+    gains = {}
+    for mode, label in LABELS.items():
+        if mode in rows[0]:
+            losses[label] = _column(rows, mode)
+        if f"{mode}_minus_loss" in rows[0]:
+            gains[label] = _column(rows, f"{mode}_minus_loss")
+    panels = {"loss, nats per token": losses}
+    if gains:
         panels["loss above that with the state carried, nats per token"] = gains
     if LEARNED in rows[0]:
-        saved = [(row[LEARNED], row[f"{LEARNED}_stderr"]) for row in rows]
-        panels["loss saved by levels that learn, nats per token"] = {
-            "carried, without minus with levels that learn": saved
-        }
+        saved = {"carried, without minus with levels that learn": _column(rows, LEARNED)}
+        panels["loss saved by levels that learn, nats per token"] = saved
+    ends = []
+    for row in rows:
+        _, _, end = row["positions"].partition("-")
+        ends.append(int(end.replace(",", "")))
     curves(path, ends, panels, "position in the text, tokens")
 
 
+def _column(rows: list[Row], name: str) -> list[tuple[float, float | None]]:
+    """A column's values with their errors."""
+    return [(row[name], row[f"{name}_stderr"]) for row in rows]
+
+
 def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[int]:
-    longest_document = max(len(document) for document in documents) - 1
+    longest_document = max(map(len, documents)) - 1
     if args.lengths is None:
         longest = min(longest_document, subject.longest_input or math.inf)
         return [length for length in DEFAULT_LENGTHS if length <= longest] or [longest_document]
@@ -241,52 +290,68 @@ def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Te
     """Texts of `length` tokens after a start token [n, length + 1]: one from each document, then a second one, ..."""
     cut = []
     for document in documents:
-        whole = document[1 : 1 + (len(document) - 1) // length * length].view(-1, length)
-        cut += [(index, row) for index, row in enumerate(whole)]
-    cut.sort(key=lambda pair: pair[0])
-    rows = torch.stack([row for _, row in cut[:count]])
-    return torch.cat([torch.full((len(rows), 1), start), rows], 1)
+        tokens = document[1:]
+        count_of_document = len(tokens) // length
+        cut.append(tokens[: count_of_document * length].view(-1, length))
+    most = max(map(len, cut))
+    rows = []
+    for number in range(most):
+        rows += [texts[number] for texts in cut if number < len(texts)]
+    chosen = torch.stack(rows[:count])
+    return torch.cat([torch.full((len(chosen), 1), start), chosen], 1)
 
 
 def _carried(
     args: Arguments, subject: Subject, streams: Tensor, edges: list[int], name: str
-) -> tuple[Tensor, list[Row]]:
+) -> tuple[Tensor, dict[int, Row]]:
     """Losses [n, T] in one pass, and at each edge the largest size of memories in any batch, if there are memories."""
-    pieces = len({*range(PIECE, edges[-1], PIECE), *edges})
     batches = streams.split(args.rows)
-    losses, sizes = [], {}
-    with progress(None, name, len(batches) * pieces) as bar:
+    scores = []
+    sizes: dict[int, Row] = {}
+    pieces = piece_ends(edges[-1], edges)
+    with progress(None, name, len(batches) * len(pieces)) as bar:
 
         def after_piece(end, cache):
             bar.update()
             if subject.has_memory and end in edges:
-                sizes.setdefault(end, []).append(_size(cache))
+                size = _size(cache)
+                largest = sizes.setdefault(end, size)
+                if size["state_largest"] > largest["state_largest"]:
+                    sizes[end] = size
 
         for batch in batches:
-            losses.append(carried_scores(subject.model, batch, after_piece, edges).losses)
-    return torch.cat(losses), [max(found, key=lambda row: row["state_largest"]) for found in sizes.values()]
+            scores.append(carried_scores(subject.model, batch, after_piece, edges))
+    return joined_scores(scores).losses, sizes
 
 
 def _learned(args: Arguments, subject: Subject, streams: Tensor, edges: list[int]) -> tuple[Tensor, Learned]:
     """Losses [n, T] in one pass in which levels learn, and what they learned."""
-    period = subject.model.config.level_learning.resolved(subject.model.config).periods[0]
+    config = subject.model.config
+    period = config.level_learning.resolved(config).periods[0]
     batches = streams.split(args.rows)
-    with progress(None, "perplexity: levels learn", len(batches) * math.ceil(edges[-1] / period)) as bar:
-        read = [learned_scores(subject.model, batch, bar.update) for batch in batches]
-    scores, pieces, sizes = zip(*read, strict=True)
+    scores = []
+    pieces = []
+    pieces_of_text = math.ceil(edges[-1] / period)
+    with progress(None, "perplexity: levels learn", len(batches) * pieces_of_text) as bar:
+        for batch in batches:
+            of_batch, pieces_of_batch, sizes = learned_scores(subject.model, batch, bar.update)
+            scores.append(of_batch)
+            pieces.append(pieces_of_batch)
     pieces = joined(pieces)
-    losses = torch.cat([found.losses for found in scores])
-    return losses, Learned(level_rows(pieces, edges, sizes[0]), pieces)
+    return joined_scores(scores).losses, Learned(level_rows(pieces, edges, sizes), pieces)
 
 
 def _size(cache) -> Row:
-    tensors = memory_states(cache)
+    states = memory_states(cache)
+    rows = len(states[0])
     return {
-        "state_largest": max(float(tensor.abs().max()) for tensor in tensors),
-        "state_mib": sum(tensor.nbytes for tensor in tensors) / tensors[0].shape[0] / 2**20,
+        "state_largest": max(float(state.abs().max()) for state in states),
+        "state_mib": sum(state.nbytes for state in states) / rows / 2**20,
     }
 
 
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
-    rows = progress(streams, f"perplexity: windows of {stride}")
-    return torch.stack([window_scores(subject.model, row, window, stride, args.rows).losses for row in rows])
+    losses = []
+    for row in progress(streams, f"perplexity: windows of {stride}"):
+        losses.append(window_scores(subject.model, row, window, stride, args.rows).losses)
+    return torch.stack(losses)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from hope_hf.common.files import replace_text, write_errors
@@ -51,7 +51,9 @@ def as_markdown(name: str, result: SuiteResult) -> str:
 
 def summary(results: dict[str, SuiteResult]) -> str:
     """The main numbers of all suites, as a section; empty if there are none."""
-    rows: list[Row] = [{"suite": name, **row} for name, result in results.items() for row in result.summary]
+    rows: list[Row] = []
+    for name, result in results.items():
+        rows += [{"suite": name, **row} for row in result.summary]
     return f"## summary\n\n{markdown_table(rows)}\n" if rows else ""
 
 
@@ -64,6 +66,9 @@ def make_record(
     unfinished: Sequence[str] = (),
 ) -> dict:
     """The content of results.json; `unfinished`: the suites that have not ended yet."""
+    recorded = {}
+    for name, result in results.items():
+        recorded[name] = {field: getattr(result, field) for field in RECORDED}
     return {
         "schema_version": SCHEMA_VERSION,
         "config": asdict(args),
@@ -73,7 +78,7 @@ def make_record(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         **provenance(),
-        "results": {name: {field: getattr(one, field) for field in RECORDED} for name, one in results.items()},
+        "results": recorded,
         "failed": failed,
         "unfinished": list(unfinished),
     }
@@ -94,13 +99,17 @@ def as_page(record: dict, results: dict[str, SuiteResult], pictures: dict[str, l
     if record["limit"]:
         lines.append(f"- **limited to {record['limit']} samples: not for publication**")
     lines += [f"- `{' '.join(map(str, record['command']))}`", ""]
-    lines += [f"- **{name} could not run**: {reason}" for name, reason in record["failed"].items()]
-    lines += [f"- **{name} has not ended yet**" for name in record["unfinished"]]
-    sections = [summary(results)]
+    for name, reason in record["failed"].items():
+        lines.append(f"- **{name} could not run**: {reason}")
+    for name in record["unfinished"]:
+        lines.append(f"- **{name} has not ended yet**")
+    sections = list(filter(None, [summary(results)]))
     for name, result in results.items():
-        shown = "".join(f"\n![{file}]({file})\n" for file in pictures.get(name, ()))
-        sections.append(as_markdown(name, result) + shown)
-    return "\n".join(lines) + "\n" + "\n".join(section for section in sections if section)
+        section = as_markdown(name, result)
+        for file in pictures.get(name, ()):
+            section += f"\n![{file}]({file})\n"
+        sections.append(section)
+    return "\n".join(lines) + "\n" + "\n".join(sections)
 
 
 def weights_time(model: str) -> str | None:
@@ -112,7 +121,8 @@ def weights_time(model: str) -> str | None:
 def _describe(args: Arguments, subject: Subject | None) -> dict | None:
     if subject is None:
         return None
-    model, checkpoint = subject.model, as_checkpoint(args.model_name_or_path)
+    model = subject.model
+    checkpoint = as_checkpoint(args.model_name_or_path)
     return {
         "name": model.name_or_path,
         # Steps and tokens are known only for a checkpoint of a run.
@@ -136,9 +146,11 @@ class Report:
     """
 
     def __init__(self, args: Arguments, asked: list[str]):
-        self._args, self._asked = args, asked
+        self._args = args
+        self._asked = asked
         self.subject: Subject | None = None
-        self._start, self._before = time.perf_counter(), 0.0
+        self._start = time.perf_counter()
+        self._seconds_before = 0.0
         self.results: dict[str, SuiteResult] = {}
         self.failed: dict[str, str] = {}
         self._drawn: dict[str, list[str]] = {}
@@ -149,31 +161,40 @@ class Report:
 
     def _open(self, folder: Path):
         check_output(str(folder), "--output_dir")
-        before = unfinished_report(self._args, folder)
-        folder = folder if before else free_folder(str(folder), RESULTS_FILE)
-        lock = FolderLock(folder)
+        unfinished = unfinished_report(self._args, folder)
+        if not unfinished:
+            folder = free_folder(str(folder), RESULTS_FILE)
+        self._lock = FolderLock(folder)
         try:
-            lock.acquire()
+            self._lock.acquire()
         except ValueError:
             if folder != Path(self._args.output_dir) or not folder.is_dir():
                 raise
             # Another evaluation is writing there.
-            before, folder = None, _by_time(folder)
-            lock = FolderLock(folder)
-            lock.acquire()
-        self._lock, self.folder = lock, folder
-        if before:
-            for name, one in before["results"].items():
-                self.results[name] = SuiteResult(**{field: one[field] for field in RECORDED})
-                self._drawn[name] = list(before["pictures"].get(name, ()))
-            self._before = before["seconds"]
-            print(f"{folder / RESULTS_FILE} is unfinished: {', '.join(self.results)} are taken from it.", flush=True)
+            unfinished = None
+            folder = _by_time(folder)
+            self._lock = FolderLock(folder)
+            self._lock.acquire()
+        self.folder = folder
+        if unfinished:
+            self._take_over(unfinished)
+
+    def _take_over(self, record: dict):
+        """Go on with an unfinished report."""
+        for name, recorded in record["results"].items():
+            fields = {field: recorded[field] for field in RECORDED}
+            self.results[name] = SuiteResult(**fields)
+            self._drawn[name] = list(record["pictures"].get(name, ()))
+        self._seconds_before = record["seconds"]
+        names = ", ".join(self.results)
+        print(f"{self.folder / RESULTS_FILE} is unfinished: {names} are taken from it.", flush=True)
 
     @property
     def record(self) -> dict:
         """The present content of results.json."""
-        unfinished = [name for name in self._asked if name not in self.results and name not in self.failed]
-        seconds = self._before + time.perf_counter() - self._start
+        ended = {*self.results, *self.failed}
+        unfinished = [name for name in self._asked if name not in ended]
+        seconds = self._seconds_before + time.perf_counter() - self._start
         record = make_record(self._args, self.subject, self.results, self.failed, seconds, unfinished)
         return record | {"pictures": self._drawn}
 
@@ -188,7 +209,7 @@ class Report:
     @property
     def pictures(self) -> list[Path]:
         """The pictures that were drawn."""
-        return [self.folder / file for files in self._drawn.values() for file in files]
+        return [self.folder / file for file in chain.from_iterable(self._drawn.values())]
 
     def add(self, name: str, result: SuiteResult):
         """Add a suite's result and write the report."""
@@ -200,15 +221,15 @@ class Report:
             self.write()
             with write_errors(f"--output_dir {self.folder}"):
                 for file, rows in result.logs.items():
-                    # lm-eval's documents hold values of any type.
-                    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-                    replace_text(self.folder / f"{file}.jsonl", "".join(lines))
+                    replace_text(self.folder / f"{file}.jsonl", _json_lines(rows))
         except ValueError as error:
             print_error(error, 1)
         if result.pictures and can_draw():
+            self._drawn[name] = []
             with titled(self._model):
-                drawn = [file for file, draw in result.pictures.items() if draw_or_warn(draw, self.folder / file)]
-            self._drawn[name] = drawn
+                for file, draw in result.pictures.items():
+                    if draw_or_warn(draw, self.folder / file):
+                        self._drawn[name].append(file)
 
     def write(self) -> Path:
         """Write results.md and results.json; returns the path of the latter. Raises ValueError if that fails."""
@@ -225,6 +246,12 @@ class Report:
             self._lock.release()
 
 
+def _json_lines(rows: list[dict]) -> str:
+    # lm-eval's documents hold values of any type.
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def unfinished_report(args: Arguments, folder: Path) -> dict | None:
     """The record of an evaluation in this folder without results of all its suites, with the same flags and weights.
 
@@ -235,11 +262,13 @@ def unfinished_report(args: Arguments, folder: Path) -> dict | None:
     except ValueError:
         return None
     name = args.model_name_or_path
-    same_model = record["config"].get("model_name_or_path") == name
-    if record["model"] is not None:
-        same_model = same_model and name is not None and record["model"].get("weights_time") == weights_time(name)
-    same_flags = not different_flags(vars(args), record["config"])
-    return record if (record["unfinished"] or record["failed"]) and same_model and same_flags else None
+    if not record["unfinished"] and not record["failed"]:
+        return None
+    if record["config"].get("model_name_or_path") != name or different_flags(vars(args), record["config"]):
+        return None
+    if record["model"] is not None and record["model"].get("weights_time") != weights_time(name):
+        return None
+    return record
 
 
 def free_folder(output_dir: str, file: str) -> Path:

@@ -15,6 +15,10 @@ COUNTS = frozenset(
     {"n", "documents", "steps", "parameters", "seconds", "keys", "values_per_key", "keys_asked_for", "bytes"}
 )
 
+# Columns of words that differ between reports of the same numbers: lm-eval's task version, the model that a benchmark
+# trained, and where it was best or ended; a metric names the number.
+NO_LABELS = frozenset({"version", "metric", "model", "best_step", "ends_at"})
+
 
 class CannotRun(ValueError):
     """A suite cannot run on this model, or no longer: no mistake in the flags or in a file."""
@@ -50,22 +54,27 @@ def summary_row(number: str, value: float, stderr: float | None, chance: float |
     return {"number": number, "value": value, "value_stderr": stderr, "chance": chance}
 
 
+def put(row: Row, name: str, number: tuple[float | None, float | None]) -> None:
+    """Add a number, (value, its standard error), to a row."""
+    row[name], row[f"{name}_stderr"] = number
+
+
 def means(columns: dict[str, Sequence[float]]) -> Row:
     """A row of the columns' means and standard errors; all have a value per sample."""
     row: Row = {"n": len(next(iter(columns.values())))}
     for name, values in columns.items():
-        row[name], row[f"{name}_stderr"] = mean_and_stderr(values)
+        put(row, name, mean_and_stderr(values))
     return row
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and its standard error (n - 1 in the variance); None for the error of a single value."""
-    n = len(values)
-    mean = math.fsum(values) / n
-    if n < 2:
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
         return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
-    return mean, math.sqrt(variance / n)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, math.sqrt(variance / count)
 
 
 class Key(NamedTuple):
@@ -93,20 +102,30 @@ def numbers(results: dict[str, dict]) -> dict[Key, Number]:
     for suite, result in results.items():
         for table, rows in result["tables"].items():
             for row in rows:
-                label = ", ".join(filter(None, (_label(name, value) for name, value in row.items())))
-                for name, value in row.items():
-                    is_number = isinstance(value, int | float) and not name.endswith("_stderr")
-                    if is_number and name not in LABELS | COUNTS:
-                        called = row.get("metric", name) if name == "value" else name
-                        found[Key(suite, table, label, called)] = Number(float(value), row.get(f"{name}_stderr"))
+                label = _label(row)
+                for column, value in row.items():
+                    if _is_result(column, value):
+                        name = row.get("metric", column) if column == "value" else column
+                        number = Number(float(value), row.get(f"{column}_stderr"))
+                        found[Key(suite, table, label, name)] = number
     return found
 
 
-def _label(name: str, value) -> str | None:
-    # These differ between reports of the same numbers: lm-eval's task version, the model that a suite trained, and
-    # where it was best or ended; a metric names the number.
-    if isinstance(value, str):
-        return None if name in ("version", "metric", "model", "best_step", "ends_at") else value
-    if name in LABELS and value is not None:
-        return f"{name} {value:{'g' if isinstance(value, float) else ','}}"
-    return None
+def _is_result(column: str, value) -> bool:
+    """Whether a cell is a number that was measured."""
+    if column in LABELS or column in COUNTS or column.endswith("_stderr"):
+        return False
+    return isinstance(value, int | float)
+
+
+def _label(row: Row) -> str:
+    """The words of a row, and the numbers that identify it."""
+    words = []
+    for column, value in row.items():
+        if isinstance(value, str):
+            if column not in NO_LABELS:
+                words.append(value)
+        elif column in LABELS and value is not None:
+            shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
+            words.append(f"{column} {shown}")
+    return ", ".join(filter(None, words))

@@ -27,13 +27,15 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
     prompts = _prompts(args, subject)[: args.limit]
     new_tokens = args.max_new_tokens or NEW_TOKENS
     # The start token is counted, too.
-    longest, bound = 1 + max(map(len, prompts)), subject.longest_input
+    longest = 1 + max(map(len, prompts))
+    bound = subject.longest_input
     if bound is not None and longest + new_tokens > bound:
         raise ValueError(
             f"--max_new_tokens {new_tokens} after prompts of up to {longest} tokens goes beyond the model's "
             f"{bound:,} positions (max_position_embeddings): lower it or shorten the --prompts."
         )
-    rows, shown = [], ["Continuations come after '>>>'."]
+    rows = []
+    shown = ["Continuations come after '>>>'."]
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([[subject.start, *prompt]], device=subject.model.device)
         with torch.no_grad():
@@ -51,10 +53,11 @@ def sample(args: Arguments, subject: Subject) -> SuiteResult:
                 **PLAIN,
                 **options,
             )
-            row[way] = subject.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+            new_ids = tokens[0, ids.shape[1] :]
+            row[way] = subject.tokenizer.decode(new_ids, skip_special_tokens=True)
+            shown.append(f"--- {index + 1}, {way}")
+            shown.append(f"{row['prompt']}>>>{row[way]}")
         rows.append(row)
-        for way in ("greedy", "sampled"):
-            shown += [f"--- {index + 1}, {way}", f"{row['prompt']}>>>{row[way]}"]
     return SuiteResult(samples={"samples": rows}, text="\n".join(shown))
 
 
@@ -67,7 +70,7 @@ def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"--prompts {args.prompts} cannot be read: {reason}.") from None
-    lines = [line for line in lines if line.strip()]
-    if not lines:
+    prompts = [subject.encode(line) for line in lines if line.strip()]
+    if not prompts:
         raise ValueError(f"--prompts {args.prompts} is empty: write one prompt per line.")
-    return [subject.encode(line) for line in lines]
+    return prompts

@@ -2,14 +2,20 @@
 
 import json
 import os
+from copy import copy
 from pathlib import Path
 
 from hope_hf.common.files import is_inside, read_small
 from hope_hf.common.process import one_line
 from hope_hf.common.results import RESULTS_FILE, SCHEMA_VERSION
 
-# Larger than any number of a report; differences and pictures of larger numbers would overflow.
-LARGEST = 1e100
+# Fields with their types, and their values where a report lacks them.
+FIELDS = {
+    "model": (dict | None, None),
+    "seconds": (int | float, 0.0),
+    "unfinished": (list, []),
+    "pictures": (dict, {}),
+}
 
 
 def find_report(run: str, flag: str) -> Path:
@@ -32,8 +38,9 @@ def find_report(run: str, flag: str) -> Path:
 
 def _time_and_number(path: Path) -> tuple[str, int]:
     """Of an archived report: a second one of the same second ends on -2."""
-    time, _, number = path.stem.rpartition("Z")
-    return time, int(number.removeprefix("-")) if number.removeprefix("-").isdecimal() else 1
+    time, _, ending = path.stem.rpartition("Z")
+    number = ending.removeprefix("-")
+    return time, int(number) if number.isdecimal() else 1
 
 
 def read_report(path: Path, flag: str) -> dict:
@@ -60,52 +67,47 @@ def _refuse(word: str):
 
 def _check(record: dict):
     """Raise ValueError for the first field of a wrong type; add the fields that older reports lack."""
-    for name, value in (("model", None), ("seconds", 0.0), ("unfinished", []), ("pictures", {})):
-        record.setdefault(name, value)
-    kinds = {"config": dict, "seconds": int | float, "model": dict | None, "unfinished": list, "pictures": dict}
-    for name, kind in kinds.items():
+    for name, (kind, default) in FIELDS.items():
+        record.setdefault(name, copy(default))
         _require(record, name, kind)
+    model = record["model"] or {}
     for name in ("step", "tokens"):
-        if not is_count((record["model"] or {}).get(name, 0)):
-            raise ValueError(f"{name} of model is {record['model'][name]!r}")
-    if not all(isinstance(name, str) for name in record["unfinished"]):
+        if not is_count(model.get(name)):
+            raise ValueError(f"{name} of model is {model[name]!r}")
+    if not _holds(record["unfinished"], str):
         raise ValueError("unfinished is no list of names")
     for suite, files in record["pictures"].items():
-        if not isinstance(files, list) or not all(is_inside(file) for file in files):
+        if not isinstance(files, list) or not all(map(is_inside, files)):
             raise ValueError(f"pictures of {suite} is no list of files")
-    for suite, result in _require(record, "results", dict).items():
+    _require(record, "config", dict)
+    for suite in _require(record, "results", dict):
         # The suite's name becomes part of a picture's name.
         if not suite.isidentifier():
             raise ValueError(f"{suite!r} is no suite")
-        result = _require(record["results"], suite, dict)
-        tables = list(_require(result, "tables", dict).items())
-        for title, rows in [*tables, ("summary", result.setdefault("summary", []))]:
-            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-                raise ValueError(f"{title!r} of {suite} is no list of rows")
-            for row in rows:
-                _check_row(row, f"{title!r} of {suite}")
-        result.setdefault("samples", {})
-        result.setdefault("text", "")
-        _require(result, "samples", dict)
-        _require(result, "text", str)
+        _check_result(suite, _require(record["results"], suite, dict))
 
 
-def _check_row(row: dict, where: str):
-    for name, value in row.items():
-        if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
-            raise ValueError(f"{name} in {where} is too large")
-        is_of_its_kind = isinstance(value, str | int | float | None)
-        if name.endswith("_stderr"):
-            is_of_its_kind = value is None or (isinstance(value, int | float) and value >= 0)
-        if name == "metric":
-            is_of_its_kind = isinstance(value, str)
-        if not is_of_its_kind:
-            raise ValueError(f"{name} in {where} is {value!r:.80}")
+def _check_result(suite: str, result: dict):
+    tables = _require(result, "tables", dict)
+    for name, default in (("summary", []), ("samples", {}), ("text", "")):
+        result.setdefault(name, default)
+        _require(result, name, type(default))
+    for rows in (*tables.values(), result["summary"]):
+        if not _holds(rows, dict):
+            raise ValueError(f"a table of {suite} is no list of rows")
+
+
+def _holds(values: object, kind: type) -> bool:
+    """Whether it is a list of such values."""
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
 def _require(record: dict, name: str, kind):
-    if name not in record or not isinstance(record[name], kind):
-        raise ValueError(f"{name} is {record.get(name)!r:.80}" if name in record else f"{name} is missing")
+    """The field; ValueError if it is missing or of another type."""
+    if name not in record:
+        raise ValueError(f"{name} is missing")
+    if not isinstance(record[name], kind):
+        raise ValueError(f"{name} is {record[name]!r:.80}")
     return record[name]
 
 

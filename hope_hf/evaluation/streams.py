@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from .subject import Subject
 PIECE = 1024
 # Standard errors are computed from means over this many neighbouring tokens: single tokens are not independent.
 BLOCK = 256
+Item = TypeVar("Item")
 
 
 class Scores(NamedTuple):
@@ -33,11 +34,17 @@ class Scores(NamedTuple):
     guesses: Tensor
     """The token with the largest logit, int64."""
 
+    def part(self, row: int, start: int, stop: int) -> "Scores":
+        """The scores [stop - start] of a row of a batch [B, T], from `start` up to `stop`."""
+        return Scores(self.losses[row, start:stop], self.guesses[row, start:stop])
+
 
 def memory_states(cache: HopeCache) -> list[Tensor]:
     """All floating-point state of a cache's memories, batch first; counts of tokens are left out."""
-    tensors = (tensor for layer in cache.memory_layers for tensor in layer.named_tensors().values())
-    return [tensor for tensor in tensors if tensor.is_floating_point()]
+    states = []
+    for layer in cache.memory_layers:
+        states += [tensor for tensor in layer.named_tensors().values() if tensor.is_floating_point()]
+    return states
 
 
 def repeat_rows(cache, times: int):
@@ -73,22 +80,37 @@ def carried_scores(
         begins_with: a HOPE's cache of one row, which every row begins with; it stays as it is.
     """
     length = input_ids.shape[1] - 1
+    # Models with other kinds of state may not read several tokens after their first call.
+    if not is_hope(model.config) and getattr(model, "_is_stateful", False):
+        logits = model(input_ids=input_ids[:, :-1].to(model.device)).logits
+        if after_piece:
+            after_piece(length, None)
+        return score(logits, input_ids[:, 1:])
     # a model makes its own where none is given
     cache = None if begins_with is None else repeat_rows(begins_with, len(input_ids))
-    # Models with other kinds of state may not read several tokens after their first call.
-    in_pieces = is_hope(model.config) or not getattr(model, "_is_stateful", False)
-    ends = [length]
-    if in_pieces:
-        ends = sorted({*range(PIECE, length, PIECE), *(edge for edge in edges if edge < length), length})
     scores = []
-    for start, end in pairwise([0, *ends]):
-        arguments = {CACHE_NAME: cache, "use_cache": True} if in_pieces else {}
-        outputs = model(input_ids=input_ids[:, start:end].to(model.device), **arguments)
-        cache = outputs[CACHE_NAME] if in_pieces else None
+    for start, end in pairwise([0, *piece_ends(length, edges)]):
+        ids = input_ids[:, start:end].to(model.device)
+        outputs = model(input_ids=ids, use_cache=True, **{CACHE_NAME: cache})
+        cache = outputs[CACHE_NAME]
         if after_piece:
             after_piece(end, cache)
-        scores.append(score(outputs.logits, input_ids[:, start + 1 : end + 1]))
-    return Scores(*(torch.cat(parts, 1) for parts in zip(*scores, strict=True)))
+        targets = input_ids[:, start + 1 : end + 1]
+        scores.append(score(outputs.logits, targets))
+    return joined_scores(scores, 1)
+
+
+def piece_ends(length: int, edges: list[int]) -> list[int]:
+    """The ends of the forward passes over a text: every multiple of `PIECE`, the edges inside it, and its length."""
+    ends = {*range(PIECE, length, PIECE), *edges, length}
+    return sorted(end for end in ends if end <= length)
+
+
+def joined_scores(scores: Sequence[Scores], dim: int = 0) -> Scores:
+    """The scores one after another along a dimension."""
+    losses = torch.cat([part.losses for part in scores], dim)
+    guesses = torch.cat([part.guesses for part in scores], dim)
+    return Scores(losses, guesses)
 
 
 @torch.no_grad()
@@ -100,25 +122,28 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
     """
     if not 0 < stride < window:
         raise ValueError(f"a stride of {stride} tokens does not fit windows of {window}")
-    length = len(input_ids)
-    count = 1 + max(0, math.ceil((length - window) / stride))
+    more = math.ceil((len(input_ids) - window) / stride)
+    count = 1 + max(0, more)
     rows = [input_ids[start : start + window] for start in range(0, count * stride, stride)]
     scores = []
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         padded = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
         # Causal: padding on the right changes no score, so no mask is needed.
-        found = score(model(input_ids=padded.to(model.device)).logits[:, :-1], padded[:, 1:])
-        for index, row in enumerate(batch, first):
-            fresh = slice(0 if index == 0 else window - stride - 1, len(row) - 1)
-            scores.append(Scores(*(part[index - first, fresh] for part in found)))
-    return Scores(*(torch.cat(parts) for parts in zip(*scores, strict=True)))
+        logits = model(input_ids=padded.to(model.device)).logits
+        of_batch = score(logits[:, :-1], padded[:, 1:])
+        for index, row in enumerate(batch):
+            is_first_window = first + index == 0
+            start = 0 if is_first_window else window - stride - 1
+            scores.append(of_batch.part(index, start, len(row) - 1))
+    return joined_scores(scores)
 
 
 def score(logits: Tensor, targets: Tensor) -> Scores:
     """Scores [B, T] from logits [B, T, vocab_size] and targets [B, T]."""
-    flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(logits.device), reduction="none")
-    return Scores(flat.view(targets.shape).cpu(), logits.argmax(-1).cpu())
+    flat_targets = targets.flatten().to(logits.device)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), flat_targets, reduction="none")
+    return Scores(losses.view(targets.shape).cpu(), logits.argmax(-1).cpu())
 
 
 def document_scores(
@@ -131,25 +156,46 @@ def document_scores(
     longest = subject.longest_input
     # Sorted by length: less padding.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-    groups = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
-    found: dict[int, Scores] = {}
-    for group in progress(groups, name):
-        rows = [documents[index] for index in group]
+    batches = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
+    scores: dict[int, Scores] = {}
+    for batch in progress(batches, name):
+        rows = [documents[index] for index in batch]
         if longest is None or len(rows[-1]) <= longest:
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            scores = carried_scores(subject.model, padded, begins_with=begins_with)
-            parts = [Scores(*(part[i, : len(row) - 1] for part in scores)) for i, row in enumerate(rows)]
+            of_batch = carried_scores(subject.model, padded, begins_with=begins_with)
+            for row, index in enumerate(batch):
+                scores[index] = of_batch.part(row, 0, len(documents[index]) - 1)
         else:
-            parts = [window_scores(subject.model, row, longest, longest // 2, args.rows) for row in rows]
-        found |= zip(group, parts, strict=True)
-    return [found[index] for index in range(len(documents))]
+            for index in batch:
+                document = documents[index]
+                scores[index] = window_scores(subject.model, document, longest, longest // 2, args.rows)
+    return [scores[index] for index in range(len(documents))]
+
+
+def document_losses(
+    args: Arguments, subject: Subject, documents: list[Tensor], name: str, begins_with: HopeCache | None = None
+) -> Tensor:
+    """The losses of `document_scores`, one document after another, [tokens]."""
+    return joined_scores(document_scores(args, subject, documents, name, begins_with)).losses
+
+
+def batches_of_one_length(items: Iterable[Item], length: Callable[[Item], int], rows: int) -> Iterator[list[Item]]:
+    """At most `rows` items of one length at a time, so that nothing is padded; shorter ones first."""
+    by_length: dict[int, list[Item]] = {}
+    for item in items:
+        by_length.setdefault(length(item), []).append(item)
+    for _, alike in sorted(by_length.items()):
+        for start in range(0, len(alike), rows):
+            yield alike[start : start + rows]
 
 
 def mean_of_blocks(losses: Tensor) -> tuple[float, float | None]:
     """Mean loss and the standard error of means over blocks of neighbours; [T] or [n, T]."""
-    mean = float(losses.double().mean())
-    blocks = [float(part.double().mean()) for row in torch.atleast_2d(losses) for part in row.split(BLOCK)]
-    return mean, mean_and_stderr(blocks)[1]
+    blocks = []
+    for row in torch.atleast_2d(losses):
+        blocks += [float(block.double().mean()) for block in row.split(BLOCK)]
+    _, stderr = mean_and_stderr(blocks)
+    return float(losses.double().mean()), stderr
 
 
 def bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) -> Row:

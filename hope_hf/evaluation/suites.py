@@ -31,8 +31,10 @@ def with_own_tasks(args: Arguments, suite: str) -> Arguments:
     if args.tasks is None:
         return args
     running = names(args.suite)
-    others = {task for other in running if other != suite for task in SUITES[other].tasks}
-    own = [task for task in names(args.tasks) if task in SUITES[suite].tasks or task not in others]
-    if LM_EVAL in running and suite != LM_EVAL:
-        own = [task for task in own if task in SUITES[suite].tasks]
+    own = []
+    for task in names(args.tasks):
+        owners = [name for name in running if task in SUITES[name].tasks]
+        is_left_over = not owners and (suite == LM_EVAL or LM_EVAL not in running)
+        if suite in owners or is_left_over:
+            own.append(task)
     return replace(args, tasks=",".join(own))

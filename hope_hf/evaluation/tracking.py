@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from hope_hf.common.parser import nearest
@@ -31,7 +32,7 @@ def tracker_names(report_to: str) -> list[str]:
 class Sent:
     """What trackers get of one report."""
 
-    found: dict[Key, Number]
+    numbers: dict[Key, Number]
     pictures: list[Path]
     checkpoint: Checkpoint
 
@@ -39,13 +40,13 @@ class Sent:
 def sent_before(folder: str, todo: Sequence[Checkpoint]) -> list[Sent]:
     """What the reports in a folder sent, without those of the checkpoints `todo`."""
     again = {Path(checkpoint.path).name for checkpoint in todo}
-    found = []
-    for step, path, record in reports_in(folder):
-        if path.parent.name not in again:
-            pictures = [path.parent / file for files in record["pictures"].values() for file in files]
-            checkpoint = Checkpoint(str(path.parent), step, (record["model"] or {}).get("tokens"))
-            found.append(Sent(numbers(record["results"]), pictures, checkpoint))
-    return found
+    sent = []
+    for report in reports_in(folder):
+        if report.folder.name not in again:
+            files = chain.from_iterable(report.record["pictures"].values())
+            pictures = [report.folder / file for file in files]
+            sent.append(Sent(numbers(report.record["results"]), pictures, report.checkpoint))
+    return sent
 
 
 class Trackers:
@@ -58,7 +59,9 @@ class Trackers:
 
     def __init__(self, report_to: str, run: str, folder: str | None):
         """`run`: the run's name. `folder`: holds their files; later evaluations into it continue the run."""
-        self._names, self._run, self._folder = tracker_names(report_to), run, folder
+        self._names = tracker_names(report_to)
+        self._run = run
+        self._folder = folder
         self._open = {}
         self.before: list[Sent] | None = None
 
@@ -86,7 +89,8 @@ class _Wandb:
     def __init__(self, run: str, folder: str, before: list[Sent] | None):
         import wandb
 
-        options = {"id": hashlib.sha256(os.path.abspath(folder).encode()).hexdigest()[:16]}
+        digest = hashlib.sha256(os.path.abspath(folder).encode()).hexdigest()
+        options = {"id": digest[:16]}
         offline = os.environ.get("WANDB_MODE") in OFFLINE
         if not offline:
             options["resume"] = "allow"
@@ -102,10 +106,14 @@ class _Wandb:
                 self.log(sent)
 
     def log(self, sent: Sent):
-        row = {str(key): number.value for key, number in sent.found.items()}
-        row |= {f"{key}_stderr": number.stderr for key, number in sent.found.items() if number.stderr is not None}
-        row |= {path.stem: self._image(str(path)) for path in sent.pictures}
-        self._run.log(row | {"tokens": sent.checkpoint.tokens or 0, "step": sent.checkpoint.step or 0})
+        row = {"tokens": sent.checkpoint.tokens or 0, "step": sent.checkpoint.step or 0}
+        for key, number in sent.numbers.items():
+            row[str(key)] = number.value
+            if number.stderr is not None:
+                row[f"{key}_stderr"] = number.stderr
+        for path in sent.pictures:
+            row[path.stem] = self._image(str(path))
+        self._run.log(row)
 
     def close(self):
         self._run.finish()
@@ -123,7 +131,7 @@ class _TensorBoard:
 
     def log(self, sent: Sent):
         at = sent.checkpoint.tokens or sent.checkpoint.step or 0
-        for key, number in sent.found.items():
+        for key, number in sent.numbers.items():
             self._writer.add_scalar(str(key), number.value, at)
         for path in sent.pictures:
             # Pictures exist only if matplotlib is installed.

@@ -11,11 +11,10 @@ from functools import partial
 
 import torch.distributed as dist
 
-from hope_hf.common.process import is_first_process, memory_is_full
+from hope_hf.common.process import is_first_process
 from hope_hf.common.program import LogLines
 
 from .display import show_progress
-from .documents import reading_failed
 from .flags import AUTO, MODEL, Arguments, suite
 from .harness_model import harness_model
 from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code
@@ -75,28 +74,28 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
                 raise ValueError(
                     f"--num_fewshot {args.num_fewshot} is more than the examples that a task has: lower it."
                 ) from None
-            # The error is one sentence already, or the machine is out of memory.
-            if isinstance(error, ValueError) or memory_is_full(error):
-                raise
-            if failure := reading_failed(error):
-                raise failure from error
             raise
     if not is_first_process():
         return SuiteResult()
     table = rows(found)
-    for task, shots in {row["task"]: row["num_fewshot"] for row in table}.items():
+    shots_of_tasks = {row["task"]: row["num_fewshot"] for row in table}
+    for task, shots in shots_of_tasks.items():
         if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
             warnings.warn(f"--num_fewshot has no effect on {task}: lm-eval defines it for {shots}.", stacklevel=2)
     for row in table:
-        row["chance"] = manager.chances.get(row["task"]) if row["metric"] in OF_CHOICES else None
+        is_of_choices = row["metric"] in OF_CHOICES
+        row["chance"] = manager.chances.get(row["task"]) if is_of_choices else None
     tables = {f"lm-eval {lm_eval.__version__}": table}
-    if row := paper_row(table):
-        tables["The paper's row, accuracies in percent"] = [row]
-    logs = {f"samples_{task}": documents for task, documents in found.get("samples", {}).items()}
-    shown = [
-        summary_row(f"{row['task']}, {row['metric']}", row["value"], row["value_stderr"], row["chance"])
-        for row in table
-    ]
+    row_of_paper = paper_row(table)
+    if row_of_paper:
+        tables["The paper's row, accuracies in percent"] = [row_of_paper]
+    logs = {}
+    for task, documents in found.get("samples", {}).items():
+        logs[f"samples_{task}"] = documents
+    shown = []
+    for row in table:
+        name = f"{row['task']}, {row['metric']}"
+        shown.append(summary_row(name, row["value"], row["value_stderr"], row["chance"]))
     return SuiteResult(tables, logs=logs, summary=shown)
 
 
@@ -105,13 +104,17 @@ def answer_together(answer: Callable[[list], list], requests: list) -> list:
 
     lm-eval's requests with the same first argument (the context) go to one process, which reads it once.
     """
-    contexts = dict.fromkeys(request.args[0] for request in requests)
-    owners = {context: index % dist.get_world_size() for index, context in enumerate(contexts)}
-    mine = [request for request in requests if owners[request.args[0]] == dist.get_rank()]
-    parts = [None] * dist.get_world_size()
+    processes = dist.get_world_size()
+    owner_of_context = {}
+    owners = []
+    for request in requests:
+        context = request.args[0]
+        owners.append(owner_of_context.setdefault(context, len(owner_of_context) % processes))
+    mine = [request for request, owner in zip(requests, owners, strict=True) if owner == dist.get_rank()]
+    parts = [None] * processes
     dist.all_gather_object(parts, answer(mine) if mine else [])
-    queues = [iter(part) for part in parts]
-    return [next(queues[owners[request.args[0]]]) for request in requests]
+    queues = list(map(iter, parts))
+    return [next(queues[owner]) for owner in owners]
 
 
 def _check_length(args: Arguments, subject: Subject):

@@ -6,7 +6,6 @@ import pytest
 import yaml
 from lm_eval.tasks import TaskManager
 
-from hope_hf.evaluation import main
 from hope_hf.evaluation.harness_tasks import find_tasks, without_foreign_code
 
 
@@ -40,19 +39,14 @@ ACC = "\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
         "fewshot_config: {samples: !function code.target}",
         "metric_list: [{metric: owner/metric}]",
         "metric_list: [{metric: acc, hf_evaluate: true}]",
-        "use_prompt: prompts.yaml:mine",
         "generation_kwargs: {custom_generate: owner/x, trust_remote_code: true}",
         "metadata: {tokenizer: owner/x}",
-        "unsafe_code: false",
         "x: [{dataset_path: pandas}]",
         "doc_to_target: !function code.target\ndoc_to_target: '{{sol}}'",
         "<<: {doc_to_target: !function code.target}\ndoc_to_target: '{{sol}}'",
         "metadata: !!set {!function code.target: null}",
-        "metadata: !!omap [a: !function code.target]",
-        "metadata: !!pairs [a: !function code.target]",
         "nobody_knows: [{deep: [!function code.target]}]",
         "metadata: {!function code.target: 1}",
-        "metadata: {a: !<!function> code.target}",
         "metadata: &a {a: !function code.target}",
         "a: !!python/object/apply:os.system [x]",
         "doc_to_target: '{{ cycler.__init__.__globals__.os.getcwd() }}'" + ACC,
@@ -127,12 +121,4 @@ def test_code_of_a_tokenizer_is_not_run_by_lm_evals_own_functions(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
     with without_foreign_code(trusted=False), pytest.raises(ValueError, match="would run Own, code of a model or"):
         AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_the_program_refuses_a_task_file(folders, task_file, tmp_path, capsys):
-    path = task_file("doc_to_target: !function code.target" + ACC)
-    assert main(["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --tasks {path} is no task") and error.count("\n") == 1, error
     assert not (tmp_path / "ran").exists()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from hope_hf import HopeCache
 from hope_hf.evaluation.levels import learned_scores, level_panels, level_rows
@@ -28,8 +29,7 @@ def test_learning_shows_in_its_column_rows_and_pictures(learner, arguments, kind
     assert ("frozen" in positions[0]) == (kind == "memories")
     gain = result.tables["Gain of the carried state over each control, and its size"][1]["loss_minus_levels_learn"]
     assert gain == pytest.approx(positions[1]["loss"] - positions[1]["levels_learn"], abs=1e-6) and gain > 0.01
-    number = {"number": "loss saved by levels that learn, tokens 65-160", "value": gain}
-    assert result.summary[-1].items() >= number.items()
+    assert result.summary[-1]["value"] == gain
     rows = result.tables["Levels that learn, by position"]
     # one text of 160 tokens in pieces of 32
     assert [row["steps"] for row in rows] == [2, 3]
@@ -50,36 +50,36 @@ def test_rate_0_is_reading_with_levels_as_trained(learner, ids):
     assert row["loss_after"] == pytest.approx(row["loss_before"], rel=1e-9)
 
 
+@torch.no_grad()
 def test_every_piece_is_scored_before_and_after_its_step(learner, ids):
     model = learner(dtype=torch.float64).model
     scores, pieces, sizes = learned_scores(model, ids)
-    cache, losses = HopeCache(model.config), []
+    assert [piece.end for piece in pieces] == [32, 64, 96, 128]
+    weight = model.model.layers[1].continuum.levels[0].down_proj.weight
+    cache = HopeCache(model.config)
+    losses = []
     for start in range(0, 149, 32):
-        piece, targets = ids[:, start : min(start + 32, 149)], ids[:, start + 1 : start + 33]
+        piece = ids[:, start : min(start + 32, 149)]
+        targets = ids[:, start + 1 : start + 33]
         earlier = cache.snapshot()
-        with torch.no_grad():
-            found = model(piece, cache=cache, learn=True).logits
-            losses.append(torch.nn.functional.cross_entropy(found.mT, targets, reduction="none").float())
-            if start + 32 > 149:
-                continue
-            later = cache.snapshot()
-            cache.rollback(earlier)
-            cache.levels = later.levels
-            again = model(piece, cache=cache).logits
-            cache.rollback(later)
-        again = torch.nn.functional.cross_entropy(again.mT, targets, reduction="none").float()
-        told = pieces[start // 32]
-        torch.testing.assert_close((told.before, told.after), (losses[-1].mean(1), again.mean(1)))
-        assert (told.after < told.before).all()
+        logits = model(piece, cache=cache, learn=True).logits
+        losses.append(cross_entropy(logits.mT, targets, reduction="none").float())
+        if start + 32 > 149:
+            continue
+        later = cache.snapshot()
+        cache.rollback(earlier)
+        cache.levels = later.levels
+        again = cross_entropy(model(piece, cache=cache).logits.mT, targets, reduction="none").float()
+        cache.rollback(later)
+        found = pieces[start // 32]
+        torch.testing.assert_close((found.before, found.after), (losses[-1].mean(1), again.mean(1)))
         (delta,) = cache.levels.deltas.values()
-        weight = model.model.layers[1].continuum.levels[0].down_proj.weight
-        torch.testing.assert_close(told.drift[:, 0], delta.norm(dim=(1, 2)) / weight.norm())
+        torch.testing.assert_close(found.drift[:, 0], delta.norm(dim=(1, 2)) / weight.norm())
     torch.testing.assert_close(scores.losses, torch.cat(losses, 1))
-    assert [piece.end for piece in pieces] == [32, 64, 96, 128] and sizes.tolist() == [delta[0].nbytes]
+    assert sizes.tolist() == [delta[0].nbytes]
 
 
-def test_a_text_without_steps_is_a_text_read_by_frozen_levels(learner, ids):
-    """Pieces that the gate leaves out are counted, and levels stay as they are."""
+def test_pieces_that_the_gate_leaves_out_are_counted_and_levels_stay(learner, ids):
     model = learner(learning=dict(gate=True), dtype=torch.float64).model
     with torch.no_grad():
         # sure of the wrong token
@@ -96,24 +96,15 @@ def test_every_level_has_rows_of_its_own(learner, ids):
     levels = dict(level_periods=[1, 1], level_intermediate_sizes=[24, 16])
     _, pieces, sizes = learned_scores(learner(learning=dict(periods=[32, 64]), **levels).model, ids)
     rows = level_rows(pieces, [64, 149], sizes)
-    assert [(row["positions"], row["level"], row["steps"]) for row in rows] == [
-        ("1-64", 0, 4), ("1-64", 1, 2), ("65-149", 0, 4), ("65-149", 1, 2),
-    ]  # fmt: skip
-    assert rows[0]["drift"] != rows[1]["drift"] and rows[0]["state_mib"] == 1.5 * rows[1]["state_mib"]
+    places = [("1-64", 0, 4), ("1-64", 1, 2), ("65-149", 0, 4), ("65-149", 1, 2)]
+    assert [(row["positions"], row["level"], row["steps"]) for row in rows] == places
+    assert rows[0]["state_mib"] == 1.5 * rows[1]["state_mib"]
     # the second level steps after the second piece of a bucket, the first after both
     assert rows[1]["loss_before"] == pytest.approx(float(pieces[1].before.mean()))
     assert rows[0]["loss_before"] == pytest.approx(float((pieces[0].before + pieces[1].before).mean() / 2))
 
 
 def test_batches_of_texts_are_joined(learner, arguments):
-    found = []
-    for rows_at_a_time in (1, 2):
-        options = dict(lengths="64,128", limit=2, batch_size=rows_at_a_time)
-        found.append(perplexity(arguments(**options), learner()).tables["Levels that learn, by position"])
-    for row, other in zip(*found, strict=True):
+    one, two = (perplexity(arguments(lengths="64,128", limit=2, batch_size=rows), learner()).tables for rows in (1, 2))
+    for row, other in zip(*(tables["Levels that learn, by position"] for tables in (one, two)), strict=True):
         assert row.pop("positions") == other.pop("positions") and row == pytest.approx(other, rel=1e-4)
-
-
-def test_a_text_beyond_the_positions_has_no_such_column(learner, arguments):
-    tables = perplexity(arguments(lengths="64,600", samples_per_length=1), learner("attention")).tables
-    assert "levels_learn" not in tables["Loss by position"][0] and "Levels that learn, by position" not in tables

@@ -3,14 +3,13 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from math import hypot
 from pathlib import Path
 
 from hope_hf.common.models import is_hope
 
 from ..display import Panel, heat_maps
 from ..flags import MODEL, Arguments, chosen_tasks, suite
-from ..result import Row, SuiteResult, mean_and_stderr, summary_row
+from ..result import Row, SuiteResult, mean_and_stderr, put, summary_row
 from ..subject import Subject
 from .classes import DATA_SETS, Hits, open_groups
 from .fine_tuning import BATCH_SIZE, LEARNING_RATE, STEPS, learn_by_fine_tuning
@@ -43,35 +42,52 @@ def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
             f"--suite class_incremental reads several tokens after a cache, which {subject.model.config.model_type} "
             "cannot: leave it out."
         )
-    tables, pictures, summaries = {}, {}, []
+    tables = {}
+    pictures = {}
+    summaries = []
     for name in chosen_tasks(args, "class_incremental", TASKS):
-        data_set, way = TASKS[name]
-        if way == "levels" and not subject.learns:
+        if TASKS[name][1] == "levels" and not subject.learns:
             if args.tasks is None:
                 continue
             raise ValueError(
                 f"--tasks {name} needs a model whose config.json has level_learning, such as one that "
                 "hope-hf convert writes: leave it out."
             )
-        groups = open_groups(data_set, Path(args.data_dir), args.seed)
-        groups = groups.shuffled(args.seed, args.samples_per_class, args.limit)
-        read_at_once = args.given_rows or ROWS
-        if way != "fine-tuning":
-            shots = SHOTS if args.num_fewshot is None else args.num_fewshot
-            found = learn_in_context(subject, groups, shots, read_at_once, args.seed, name, way == "levels")
-        else:
-            steps, size = args.max_train_steps or STEPS, args.given_rows or BATCH_SIZE
-            rate = args.learning_rate or LEARNING_RATE
-            found = learn_by_fine_tuning(subject, groups, steps, size, rate, read_at_once, args.seed, name)
-        matrix = Matrix(groups.names, [len(one) for one in groups.classes], *found)
+        matrix = _learn(args, subject, name)
         tables[name] = rows(matrix)
         pictures[f"class_incremental_{name}.png"] = partial(draw, name, matrix)
         summaries.append(summary(name, matrix))
-    scores = [
-        summary_row(f"{row['task']}, accuracy", row["average_accuracy"], row["average_accuracy_stderr"], row["chance"])
-        for row in summaries
-    ]
+    scores = []
+    for row in summaries:
+        accuracy = row["average_accuracy"]
+        stderr = row["average_accuracy_stderr"]
+        scores.append(summary_row(f"{row['task']}, accuracy", accuracy, stderr, row["chance"]))
     return SuiteResult({"Class-incremental learning": summaries, **tables}, pictures, summary=scores)
+
+
+def _learn(args: Arguments, subject: Subject, name: str) -> "Matrix":
+    """Learn the classes of a task, group after group."""
+    data_set, way = TASKS[name]
+    groups = open_groups(data_set, Path(args.data_dir), args.seed)
+    groups = groups.shuffled(args.seed, args.samples_per_class, args.limit)
+    read_at_once = args.given_rows or ROWS
+    if way == "fine-tuning":
+        hits, controls = learn_by_fine_tuning(
+            subject,
+            groups,
+            steps=args.max_train_steps or STEPS,
+            batch_size=args.given_rows or BATCH_SIZE,
+            rate=args.learning_rate or LEARNING_RATE,
+            rows=read_at_once,
+            seed=args.seed,
+            name=name,
+        )
+    else:
+        shots = SHOTS if args.num_fewshot is None else args.num_fewshot
+        hits, controls = learn_in_context(
+            subject, groups, shots, rows=read_at_once, seed=args.seed, name=name, learn=way == "levels"
+        )
+    return Matrix(groups.names, list(map(len, groups.classes)), hits, controls)
 
 
 @dataclass(frozen=True)
@@ -93,67 +109,70 @@ class Matrix:
 
 def draw(name: str, matrix: Matrix, path: Path):
     """R[i][j] and the controls below it, with the mean of each row at its end."""
-    table = rows(matrix)
     columns = [*matrix.groups, "average"]
-    values = [[math.nan if row[column] is None else row[column] for column in columns] for row in table]
+    names = []
+    values = []
+    for row in rows(matrix):
+        names.append(row["after"])
+        values.append([math.nan if row[column] is None else row[column] for column in columns])
     panel = Panel("accuracy among the classes met so far", values)
-    heat_maps(path, [panel], [row["after"] for row in table], columns, ("group tested", "after group"), name)
+    heat_maps(path, [panel], names, columns, ("group tested", "after group"), name)
 
 
 def average(hits: Hits) -> tuple[float, float | None]:
     """Mean of the groups' accuracies, and its standard error."""
-    means, errors = zip(*map(mean_and_stderr, hits), strict=True)
-    return sum(means) / len(means), None if None in errors else hypot(*errors) / len(errors)
+    accuracies, errors = zip(*map(mean_and_stderr, hits), strict=True)
+    stderr = None
+    if None not in errors:
+        stderr = math.hypot(*errors) / len(errors)
+    return sum(accuracies) / len(accuracies), stderr
 
 
 def forgetting(matrix: Matrix) -> float:
     """Mean over all groups but the last: the best accuracy before the end minus the accuracy at the end."""
     last = len(matrix.groups) - 1
-    losses = [max(matrix.accuracy(i, j) for i in range(j, last)) - matrix.accuracy(last, j) for j in range(last)]
+    losses = []
+    for group in range(last):
+        best = max(matrix.accuracy(after, group) for after in range(group, last))
+        losses.append(best - matrix.accuracy(last, group))
     return sum(losses) / last
 
 
 def backward_transfer(matrix: Matrix) -> float:
     """Mean over all groups but the last: the accuracy at the end minus the accuracy right after the group."""
     last = len(matrix.groups) - 1
-    return sum(matrix.accuracy(last, j) - matrix.accuracy(j, j) for j in range(last)) / last
+    gains = [matrix.accuracy(last, group) - matrix.accuracy(group, group) for group in range(last)]
+    return sum(gains) / last
 
 
 def rows(matrix: Matrix) -> list[Row]:
     """A row after every group and one for each control: chance, the accuracy of each group, and their mean."""
-    seen = [sum(matrix.classes[: index + 1]) for index in range(len(matrix.groups))]
-    lines = [(name, hits, count) for name, hits, count in zip(matrix.groups, matrix.hits, seen, strict=True)]
-    lines += [(name, hits, seen[-1]) for name, hits in matrix.controls.items()]
-    found = []
-    for name, hits, count in lines:
-        means = [mean_and_stderr(one)[0] for one in hits] + [None] * (len(matrix.groups) - len(hits))
-        mean, error = average(hits)
-        found.append(
-            {
-                "after": name,
-                "n": sum(map(len, hits)),
-                "chance": 1 / count,
-                **dict(zip(matrix.groups, means, strict=True)),
-                "average": mean,
-                "average_stderr": error,
-            }
-        )
-    return found
+    table = []
+    classes = 0
+    for name, hits, more_classes in zip(matrix.groups, matrix.hits, matrix.classes, strict=True):
+        classes += more_classes
+        table.append(_row(matrix, name, hits, classes))
+    for name, hits in matrix.controls.items():
+        table.append(_row(matrix, name, hits, classes))
+    return table
+
+
+def _row(matrix: Matrix, name: str, hits: Hits, classes: int) -> Row:
+    row = {"after": name, "n": sum(map(len, hits)), "chance": 1 / classes, **dict.fromkeys(matrix.groups)}
+    for group, hits_of_group in zip(matrix.groups, hits, strict=False):
+        row[group] = mean_and_stderr(hits_of_group)[0]
+    put(row, "average", average(hits))
+    return row
 
 
 def summary(name: str, matrix: Matrix) -> Row:
     """One row for a task."""
-    mean, error = average(matrix.hits[-1])
-    row = {
-        "task": name,
-        "n": sum(map(len, matrix.hits[-1])),
-        "chance": 1 / sum(matrix.classes),
-        "average_accuracy": mean,
-        "average_accuracy_stderr": error,
-        "forgetting": forgetting(matrix),
-        "backward_transfer": backward_transfer(matrix),
-    }
+    hits = matrix.hits[-1]
+    row = {"task": name, "n": sum(map(len, hits)), "chance": 1 / sum(matrix.classes)}
+    put(row, "average_accuracy", average(hits))
+    row["forgetting"] = forgetting(matrix)
+    row["backward_transfer"] = backward_transfer(matrix)
     for control in ("joint", "frozen"):
-        found = matrix.controls.get(control)
-        row[control], row[f"{control}_stderr"] = average(found) if found else (None, None)
+        hits = matrix.controls.get(control)
+        put(row, control, average(hits) if hits else (None, None))
     return row

@@ -2,11 +2,11 @@
 
 import csv
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hope_hf.common.files import read_small
@@ -16,6 +16,8 @@ DATA_SETS = ("clinc150", "banking77")
 BANKING_GROUPS = 7
 # Per group and test example: 1.0 for a right answer, else 0.0.
 Hits = list[list[float]]
+# A sentence and its label.
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,29 @@ class ClassGroups:
 
     def shuffled(self, seed: int, samples_per_class: int, limit: int | None) -> "ClassGroups":
         """The examples in an order drawn by `seed`; the test examples limited per class and per group."""
+        train = []
+        test = []
+        for group in range(len(self.names)):
+            train.append(_drawn(self.train[group], f"train {group} {seed}"))
+            drawn = _drawn(self.test[group], f"test {group} {seed}")
+            test.append(first_of_each_class(drawn, samples_per_class)[:limit])
+        return replace(self, train=train, test=test)
 
-        def draw(kind: str, group: int, examples: list[Example]) -> list[Example]:
-            return random.Random(f"{kind} {group} {seed}").sample(examples, len(examples))
 
-        train = [draw("train", group, examples) for group, examples in enumerate(self.train)]
-        test = [
-            first_of_each_class(draw("test", group, examples), samples_per_class)[:limit]
-            for group, examples in enumerate(self.test)
-        ]
-        return ClassGroups(self.names, self.labels, self.classes, train, test)
+def _drawn(items: list, seed: str) -> list:
+    """The items in a random order."""
+    return random.Random(seed).sample(items, len(items))
 
 
 def first_of_each_class(examples: list[Example], count: int) -> list[Example]:
     """At most the first `count` examples of every class, in their order."""
-    met, found = Counter(), []
+    number_of_class = Counter()
+    first = []
     for example in examples:
-        if met[example.label] < count:
-            met[example.label] += 1
-            found.append(example)
-    return found
+        number_of_class[example.label] += 1
+        if number_of_class[example.label] <= count:
+            first.append(example)
+    return first
 
 
 def open_groups(name: str, folder: Path, seed: int) -> ClassGroups:
@@ -71,41 +76,54 @@ def open_groups(name: str, folder: Path, seed: int) -> ClassGroups:
 
 def clinc150(folder: Path) -> ClassGroups:
     """150 intents in ten domains (Larson et al. 2019): clinc150_full.json and clinc150_domains.json."""
-    domains_file, file = folder / "clinc150_domains.json", folder / "clinc150_full.json"
+    domains_file = folder / "clinc150_domains.json"
+    file = folder / "clinc150_full.json"
     domains = _read(domains_file, _domains)
-    train, test = _read(file, lambda text: [_pairs(json.loads(text)[split]) for split in ("train", "test")])
+    train = _read(file, lambda text: _pairs(json.loads(text)["train"]))
+    test = _read(file, lambda text: _pairs(json.loads(text)["test"]))
     return _grouped(domains_file, domains, {f"{file}, split train,": train, f"{file}, split test,": test})
 
 
 def banking77(folder: Path, seed: int) -> ClassGroups:
     """77 intents (Casanueva et al. 2020) in seven drawn groups: banking77_train.csv and banking77_test.csv."""
-    files = [folder / f"banking77_{split}.csv" for split in ("train", "test")]
-    train, test = (_read(file, _csv_rows) for file in files)
-    labels = sorted({label for _, label in train})
-    drawn = random.Random(f"banking77 {seed}").sample(labels, len(labels))
-    size = max(1, -(-len(drawn) // BANKING_GROUPS))
-    domains = {f"{start + 1}-{start + size}": drawn[start : start + size] for start in range(0, len(drawn), size)}
-    return _grouped(files[0], domains, {str(files[0]): train, str(files[1]): test})
+    train_file = folder / "banking77_train.csv"
+    test_file = folder / "banking77_test.csv"
+    train = _read(train_file, _csv_rows)
+    test = _read(test_file, _csv_rows)
+    labels = _drawn(sorted({label for _, label in train}), f"banking77 {seed}")
+    size = max(1, math.ceil(len(labels) / BANKING_GROUPS))
+    domains = {}
+    for start in range(0, len(labels), size):
+        end = start + size
+        domains[f"{start + 1}-{end}"] = labels[start:end]
+    return _grouped(train_file, domains, {str(train_file): train, str(test_file): test})
 
 
 def _domains(text: str) -> dict[str, list[str]]:
-    domains = {name: list(labels) for name, labels in json.loads(text).items()}
-    labels = [label for members in domains.values() for label in members]
-    if not all(domains.values()) or not all(isinstance(label, str) for label in labels):
-        raise ValueError("a group is not a list of labels")
+    domains = {}
+    labels = []
+    for name, members in json.loads(text).items():
+        domains[name] = list(members)
+        labels += members
+        if set(map(type, members)) != {str}:
+            raise ValueError("a group is not a list of labels")
     if len(set(labels)) < len(labels):
         raise ValueError("a label stands twice")
     return domains
 
 
-def _csv_rows(text: str) -> list[tuple[str, str]]:
-    return _pairs((row["text"], row["category"]) for row in csv.DictReader(text.splitlines(keepends=True)))
+def _csv_rows(text: str) -> list[Pair]:
+    rows = csv.DictReader(text.splitlines(keepends=True))
+    return _pairs((row["text"], row["category"]) for row in rows)
 
 
-def _pairs(rows: Iterable) -> list[tuple[str, str]]:
-    pairs = [tuple(row) for row in rows]
-    if not all(len(pair) == 2 and all(isinstance(word, str) for word in pair) for pair in pairs):
-        raise ValueError("a row is not a sentence and its label")
+def _pairs(rows: Iterable) -> list[Pair]:
+    pairs = []
+    for row in rows:
+        pair = tuple(row)
+        if list(map(type, pair)) != [str, str]:
+            raise ValueError("a row is not a sentence and its label")
+        pairs.append(pair)
     return pairs
 
 
@@ -118,20 +136,34 @@ def _read(path: Path, parse: Callable):
         raise ValueError(f"--data_dir: {path} cannot be read, copy it again: {one_line(error)}.") from None
 
 
-def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[tuple[str, str]]]) -> ClassGroups:
+def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[Pair]]) -> ClassGroups:
     """`file`: the file that names the groups. `splits`: file -> rows, train before test."""
     if len(domains) < 2:
         raise ValueError(f"--data_dir: {file} has fewer than two groups of classes: forgetting needs two or more.")
-    labels = [label for members in domains.values() for label in members]
-    ends = list(accumulate(map(len, domains.values())))
-    classes = [range(start, end) for start, end in pairwise([0, *ends])]
-    number = {label: index for index, label in enumerate(labels)}
+    labels = []
+    classes = []
+    group_of_label = {}
+    for group, members in enumerate(domains.values()):
+        classes.append(range(len(labels), len(labels) + len(members)))
+        labels += members
+        group_of_label |= dict.fromkeys(members, group)
+    number_of_label = {label: number for number, label in enumerate(labels)}
+    examples = []
     for where, rows in splits.items():
-        found = {label for _, label in rows}
-        if strange := sorted(found - set(labels)):
-            raise ValueError(f"--data_dir: {where} has a label without a group, {strange[0]!r}: add it to one.")
-        if unused := sorted(set(labels) - found):
-            raise ValueError(f"--data_dir: {where} has no example of the label {unused[0]!r}: add one.")
-    examples = [[Example(text, number[label]) for text, label in rows] for rows in splits.values()]
-    by_group = [[[one for one in split if one.label in members] for members in classes] for split in examples]
-    return ClassGroups(list(domains), [label.replace("_", " ") for label in labels], classes, *by_group)
+        _check_labels(where, {label for _, label in rows}, set(labels))
+        by_group = [[] for _ in domains]
+        for text, label in rows:
+            by_group[group_of_label[label]].append(Example(text, number_of_label[label]))
+        examples.append(by_group)
+    words = [label.replace("_", " ") for label in labels]
+    return ClassGroups(list(domains), words, classes, train=examples[0], test=examples[1])
+
+
+def _check_labels(where: str, used: set[str], known: set[str]) -> None:
+    """Raise ValueError if a split has a label of no group, or none of a group's label."""
+    strange = sorted(used - known)
+    if strange:
+        raise ValueError(f"--data_dir: {where} has a label without a group, {strange[0]!r}: add it to one.")
+    unused = sorted(known - used)
+    if unused:
+        raise ValueError(f"--data_dir: {where} has no example of the label {unused[0]!r}: add one.")

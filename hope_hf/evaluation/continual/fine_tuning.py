@@ -4,6 +4,7 @@ import copy
 import math
 import random
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,13 @@ from ..subject import Subject
 from .classes import ClassGroups, Example, Hits
 from .in_context import context_of, label_of, questions, read
 
-STEPS, BATCH_SIZE, LEARNING_RATE = 100, 16, 5e-4
-WEIGHT_DECAY, BETAS, EPSILON, MAX_GRAD_NORM = 0.1, (0.9, 0.95), 1e-8, 1.0
+STEPS = 100
+BATCH_SIZE = 16
+LEARNING_RATE = 5e-4
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
+MAX_GRAD_NORM = 1.0
 
 
 def learn_by_fine_tuning(
@@ -30,14 +36,15 @@ def learn_by_fine_tuning(
     Levels of HOPE step by their own clocks, as in a training. The control, `joint`, is another copy that learns
     all groups' examples together for as many steps. Raises ValueError if the loss is not finite.
     """
-    count, hits = len(groups.names), []
+    count = len(groups.names)
+    hits = []
     with progress(None, name, 2 * steps * count) as bar:
         learner = _Learner(subject, groups, batch_size, rate, seed, bar)
         for index, examples in enumerate(groups.train):
             learner.train(examples, steps)
             hits.append(learner.questions(index + 1, rows))
         together = _Learner(subject, groups, batch_size, rate, seed, bar)
-        together.train([example for part in groups.train for example in part], steps * count)
+        together.train(list(chain.from_iterable(groups.train)), steps * count)
         joint = together.questions(count, rows)
     return hits, {"joint": joint}
 
@@ -47,11 +54,15 @@ class _Learner:
 
     def __init__(self, subject: Subject, groups: ClassGroups, batch_size: int, rate: float, seed: int, bar):
         self._subject = replace(subject, model=copy.deepcopy(subject.model))
-        self._groups, self._batch_size, self._bar = groups, batch_size, bar
+        self._groups = groups
+        self._batch_size = batch_size
+        self._bar = bar
         self._generator = random.Random(f"fine-tuning {seed}")
+        lengths = []
+        for examples in groups.train:
+            lengths += [len(self._row(example)[0]) for example in examples[:8]]
         # The periods of the levels are counted in tokens.
-        rows = [self._row(example) for part in groups.train for example in part[:8]]
-        tokens = round(batch_size * sum(len(ids) for ids, _ in rows) / len(rows))
+        tokens = round(batch_size * sum(lengths) / len(lengths))
         self._optimizer = build_optimizer(
             self._subject.model, "adamw", rate, WEIGHT_DECAY, BETAS, EPSILON, tokens_per_step=tokens
         )
@@ -77,11 +88,13 @@ class _Learner:
         cache = read(self._subject, [self._subject.start])
         return questions(self._subject, cache, self._groups, seen, rows)
 
-    def _batch(self, examples: list[Example]) -> list[torch.Tensor]:
+    def _batch(self, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and targets [B, T], padded on the right."""
-        parts = zip(*map(self._row, examples), strict=True)
-        padded = (pad_sequence(part, True, value) for part, value in zip(parts, (0, IGNORED), strict=True))
-        return [part.to(self._subject.model.device) for part in padded]
+        all_ids, all_targets = zip(*map(self._row, examples), strict=True)
+        ids = pad_sequence(all_ids, batch_first=True)
+        targets = pad_sequence(all_targets, batch_first=True, padding_value=IGNORED)
+        device = self._subject.model.device
+        return ids.to(device), targets.to(device)
 
     def _row(self, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and targets [T]: the target of a position is the next token if it belongs to the label."""

@@ -9,28 +9,44 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
+from hope_hf.common.flags import LONGEST
 from hope_hf.data import bytes_per_id
 from hope_hf.optim import build_optimizer
 
 from ..checkpoints import Checkpoint, find_checkpoints
 from ..display import small_curves
 from ..flags import MODEL, TEXT, Arguments, suite
-from ..result import CannotRun, Row, SuiteResult, summary_row
-from ..streams import document_scores, mean_of_blocks
+from ..result import CannotRun, Row, SuiteResult, put, summary_row
+from ..streams import document_losses, mean_of_blocks
 from ..subject import Subject, load_subject, require_finite
 from .fine_tuning import BETAS, EPSILON, MAX_GRAD_NORM, WEIGHT_DECAY
 from .in_context import read
-from .segments import Measured, Segment, by_checkpoint, of_checkpoints, segment_opener, transfer
+from .segments import (
+    Measured,
+    Segment,
+    by_checkpoint,
+    measured_segments,
+    num_scored,
+    of_checkpoints,
+    segment_opener,
+    transfer,
+)
 
 # Of fine-tuning, a usual one for a trained model.
 LEARNING_RATE = 5e-5
-LEVELS, CONTEXT, TUNING = "levels learn", "in context", "fine-tuning"
+LEVELS = "levels learn"
+CONTEXT = "in context"
+TUNING = "fine-tuning"
+# A model and a cache that every tested document is read after.
+State = tuple[Subject, HopeCache | None]
 
 
 @suite(*MODEL, *TEXT, "segments", "learning_rate", "batch_size", over_checkpoints=True)
@@ -60,40 +76,38 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
     context` (all documents in one context, levels as trained; left out if the model has too few positions), and
     `fine-tuning` of a copy (one step of AdamW on every piece). Raises ValueError if a loss is not finite.
     """
-    halves = [_halves(segment, subject) for segment in segments]
-    read_so_far = [0]
-    for learned, _ in halves:
-        read_so_far.append(read_so_far[-1] + sum(len(document) - 1 for document in learned))
-    points = [Checkpoint("", step, tokens) for step, tokens in enumerate(read_so_far)]
-    texts = [learned for learned, _ in halves]
-    learning = [{"segment": segment.name} for segment in segments]
-    states = {
-        LEVELS: _levels(subject, texts, learning),
-        CONTEXT: _context(subject, texts),
-        TUNING: _fine_tuned(args, subject, texts),
-    }
-    longest = max(len(document) for _, tested in halves for document in tested) - 1
-    if subject.longest_input and sum(len(one) for text in texts for one in text) + longest > subject.longest_input:
-        del states[CONTEXT]
-    rows, table, found = [], [], []
-    for way, reached in states.items():
-        losses = [
-            [_losses(args, learner, cache, tested, f"continual: {way}, {segment.name}")
-             for segment, (_, tested) in zip(segments, halves, strict=True)]
-            for learner, cache in reached
-        ]  # fmt: skip
-        measured = [
-            Measured(segment.name, torch.stack([after[index] for after in losses]), _bytes(subject, halves[index][1]))
-            for index, segment in enumerate(segments)
-        ]
-        rows += [_with_change({"way": way, **row}, measured) for row in by_checkpoint(points, measured)]
-        moved = transfer(points, measured)
-        table += [{"way": way, **row} for row in moved]
-        found.append(summary_row(f"{way}: loss after the last segment", moved[-1]["last"], None))
-        found.append(summary_row(f"{way}: forgetting", moved[-1]["forgetting"], None))
-    for row, text in zip(learning, texts, strict=True):
-        scores = document_scores(args, subject, text, f"continual: levels as trained, {row['segment']}")
-        row["loss_levels_as_trained"] = mean_of_blocks(torch.cat([one.losses for one in scores]))[0]
+    learned = []
+    tested = []
+    learning = []
+    points = [Checkpoint("", 0, 0)]
+    for step, segment in enumerate(segments, start=1):
+        first_half, second_half = _halves(segment, subject)
+        learned.append(first_half)
+        tested.append(_tested(subject, segment, second_half))
+        learning.append({"segment": segment.name})
+        tokens = points[-1].tokens + num_scored(first_half)
+        points.append(Checkpoint("", step, tokens))
+    ways = {LEVELS: _levels(subject, learned, learning)}
+    if _fits_a_context(subject, learned, tested):
+        ways[CONTEXT] = _context(subject, learned)
+    ways[TUNING] = _fine_tuned(args, subject, learned)
+    rows = []
+    table = []
+    found = []
+    for way, states in ways.items():
+        losses = []
+        for learner, cache in states:
+            losses.append([_losses(args, learner, cache, half, way) for half in tested])
+        measured = measured_segments(tested, losses)
+        for row in by_checkpoint(points, measured):
+            rows.append(_with_change({"way": way, **row}, measured))
+        transfers = transfer(points, measured)
+        table += [{"way": way, **row} for row in transfers]
+        found.append(summary_row(f"{way}: loss after the last segment", transfers[-1]["last"], None))
+        found.append(summary_row(f"{way}: forgetting", transfers[-1]["forgetting"], None))
+    for row, documents in zip(learning, learned, strict=True):
+        losses = document_losses(args, subject, documents, f"continual: levels as trained, {row['segment']}")
+        row["loss_levels_as_trained"], _ = mean_of_blocks(losses)
     tables = {
         "Loss of the second halves, forgetting and backward transfer, nats per token": table,
         "Levels that learn: loss of the first halves while they were read": learning,
@@ -102,102 +116,135 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
     return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)
 
 
+def _tested(subject: Subject, segment: Segment, documents: list[Tensor]) -> Segment:
+    """The second half of a segment; its bytes are those of its tokens."""
+    table = torch.tensor(bytes_per_id(subject.tokenizer))
+    num_bytes = sum(int(table[document[1:]].sum()) for document in documents)
+    return Segment(segment.name, documents, max(1, num_bytes))
+
+
+def _fits_a_context(subject: Subject, learned: list[list[Tensor]], tested: list[Segment]) -> bool:
+    """Whether the positions suffice for all documents that are learned, and a tested one after them."""
+    if subject.longest_input is None:
+        return True
+    in_context = sum(map(len, chain.from_iterable(learned)))
+    longest = max(map(len, chain.from_iterable(segment.documents for segment in tested)))
+    return in_context + longest - 1 <= subject.longest_input
+
+
 def draw(rows: list[Row], path: Path):
     """For each segment, over the tokens learned, how each way changes the loss of its second half."""
-    panels: dict[str, dict[str, list]] = {}
+    panels = {}
     for row in rows:
-        ways = panels.setdefault(f"{row['segment']}: loss above that before learning, nats per token", {})
-        ways.setdefault(row["way"], []).append((row["tokens"], (row["change"], row["change_stderr"])))
+        title = f"{row['segment']}: loss above that before learning, nats per token"
+        points = panels.setdefault(title, {}).setdefault(row["way"], [])
+        points.append((row["tokens"], (row["change"], row["change_stderr"])))
     small_curves(path, panels, "tokens learned")
 
 
 def _with_change(row: Row, measured: list[Measured]) -> Row:
     """The row with the loss minus that before the first segment, paired by token."""
-    (losses,) = (one.losses for one in measured if one.name == row["segment"])
-    change, error = mean_of_blocks(losses[row["step"]] - losses[0])
-    return row | {"change": change, "change_stderr": error}
+    (losses,) = (segment.losses for segment in measured if segment.name == row["segment"])
+    put(row, "change", mean_of_blocks(losses[row["step"]] - losses[0]))
+    return row
 
 
 def _halves(segment: Segment, subject: Subject) -> tuple[list[Tensor], list[Tensor]]:
     """The documents [T] of the first and of the second half of a segment's tokens, none longer than the positions."""
-    most = (subject.longest_input or math.inf) - 1
-    left, halves = sum(len(document) - 1 for document in segment.documents) // 2, ([], [])
+    longest = (subject.longest_input or LONGEST) - 1
+    left = segment.num_tokens // 2
+    first_half = []
+    second_half = []
     for document in segment.documents:
-        ids = document[1:]
-        for half, part in zip(halves, (ids[:left], ids[left:]), strict=True):
-            pieces = part.split(int(min(most, max(len(part), 1)))) if len(part) else ()
-            half += [torch.cat([document[:1], piece]) for piece in pieces]
+        start, ids = document[:1], document[1:]
+        first_half += _documents(start, ids[:left], longest)
+        second_half += _documents(start, ids[left:], longest)
         left = max(0, left - len(ids))
-    if not all(halves):
+    if not first_half or not second_half:
         raise ValueError(f"--segments: {segment.name} has fewer than two tokens: give it more text.")
-    return halves
+    return first_half, second_half
 
 
-def _levels(subject: Subject, texts: list[list[Tensor]], learning: list[Row]) -> Iterator[tuple[Subject, HopeCache]]:
-    """A cache that has read nothing and holds what levels have learned, before the first segment and after each."""
-    model, levels = subject.model, None
-    yield subject, HopeCache(model.config)
-    for row, text in zip(learning, texts, strict=True):
+def _documents(start: Tensor, ids: Tensor, longest: int) -> list[Tensor]:
+    """Tokens [T] as documents of at most `longest` tokens behind the start token [1]; none for no tokens."""
+    if len(ids) == 0:
+        return []
+    return [torch.cat([start, part]) for part in ids.split(longest)]
+
+
+def _levels(subject: Subject, texts: list[list[Tensor]], learning: list[Row]) -> Iterator[State]:
+    """A cache that has read nothing and holds what levels have learned, before the first segment and after each.
+
+    Adds to each row of `learning` what happened in its segment.
+    """
+    model = subject.model
+    cache = HopeCache(model.config)
+    yield subject, cache
+    for row, documents in zip(learning, texts, strict=True):
         reports = []
-        for document in text:
+        losses = []
+        for document in documents:
+            levels = cache.levels
             cache = HopeCache(model.config)
             cache.levels = levels
-            reports.append(model.learn(document[None].to(model.device), cache=cache))
-            levels = cache.levels
-        weights = [len(document) - 1 for document in text]
-        losses = [report.loss * weight for report, weight in zip(reports, weights, strict=True)]
-        row |= {"n": sum(weights), "loss": math.fsum(losses) / sum(weights)}
+            report = model.learn(document[None].to(model.device), cache=cache)
+            reports.append(report)
+            losses.append(report.loss * (len(document) - 1))
+        row["n"] = num_scored(documents)
+        row["loss"] = math.fsum(losses) / row["n"]
         row["steps"] = sum(sum(report.steps) for report in reports)
-        for name in ("skipped_gate", "skipped_not_finite"):
-            row[name] = sum(getattr(report, name) for report in reports)
-        row |= {"drift": reports[-1].drift, "state_mib": reports[-1].state_bytes / 2**20}
+        row["skipped_gate"] = sum(report.skipped_gate for report in reports)
+        row["skipped_not_finite"] = sum(report.skipped_not_finite for report in reports)
+        row["drift"] = reports[-1].drift
+        row["state_mib"] = reports[-1].state_bytes / 2**20
+        levels = cache.levels
         cache = HopeCache(model.config)
         cache.levels = levels
         yield subject, cache
 
 
-def _context(subject: Subject, texts: list[list[Tensor]]) -> Iterator[tuple[Subject, HopeCache]]:
+def _context(subject: Subject, texts: list[list[Tensor]]) -> Iterator[State]:
     """A cache of all documents so far, each after its start token; levels stay as trained."""
     cache = HopeCache(subject.model.config)
     yield subject, cache
-    for text in texts:
-        cache = read(subject, torch.cat(text).tolist(), cache)
+    for documents in texts:
+        cache = read(subject, torch.cat(documents).tolist(), cache)
         yield subject, cache
 
 
-def _fine_tuned(
-    args: Arguments, subject: Subject, texts: list[list[Tensor]]
-) -> Iterator[tuple[Subject, HopeCache | None]]:
+def _fine_tuned(args: Arguments, subject: Subject, texts: list[list[Tensor]]) -> Iterator[State]:
     """A copy of the model in float32 or wider that takes a step on every piece of a period; no cache."""
     # a small step is lost in the rounding of bfloat16 weights
-    model = copy.deepcopy(subject.model).to(torch.promote_types(subject.model.dtype, torch.float32))
+    dtype = torch.promote_types(subject.model.dtype, torch.float32)
+    model = copy.deepcopy(subject.model).to(dtype)
     learner = replace(subject, model=model)
     period = model.config.level_learning.resolved(model.config).periods[0]
     rate = args.learning_rate or LEARNING_RATE
     optimizer = build_optimizer(model, "adamw", rate, WEIGHT_DECAY, BETAS, EPSILON, tokens_per_step=period)
     yield learner, None
-    for text in texts:
+    for documents in texts:
         model.train()
-        for piece in (piece for document in text for piece in document.split(period) if len(piece) > 1):
-            ids = piece[None].to(model.device)
-            loss = model(ids, labels=ids, use_cache=False).loss
-            if not math.isfinite(loss.item()):
-                raise CannotRun("continual: the loss of fine-tuning is not finite: lower --learning_rate.")
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
+        for piece in chain.from_iterable(document.split(period) for document in documents):
+            if len(piece) > 1:
+                _step(model, optimizer, piece[None].to(model.device))
         model.eval()
         yield learner, None
 
 
-def _losses(args: Arguments, subject: Subject, cache: HopeCache | None, documents: list[Tensor], name: str) -> Tensor:
-    scores = document_scores(args, subject, documents, name, cache)
-    losses = torch.cat([one.losses for one in scores])
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    """One step on token ids [1, T]."""
+    loss = model(ids, labels=ids, use_cache=False).loss
+    if not math.isfinite(loss.item()):
+        raise CannotRun("continual: the loss of fine-tuning is not finite: lower --learning_rate.")
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+
+
+def _losses(args: Arguments, subject: Subject, cache: HopeCache | None, segment: Segment, way: str) -> Tensor:
+    """The losses [T] of a segment's documents, each read after the cache."""
+    name = f"continual: {way}, {segment.name}"
+    losses = document_losses(args, subject, segment.documents, name, cache)
     require_finite(losses, f"{name}: the losses")
     return losses
-
-
-def _bytes(subject: Subject, documents: list[Tensor]) -> int:
-    table = torch.tensor(bytes_per_id(subject.tokenizer))
-    return max(1, sum(int(table[document[1:]].sum()) for document in documents))

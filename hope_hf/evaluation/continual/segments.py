@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from ..checkpoints import Checkpoint
 from ..display import small_curves
 from ..flags import Arguments
 from ..held_out import held_out_documents
-from ..result import Number, Row, SuiteResult, summary_row
-from ..streams import bits_per_byte, document_scores, mean_of_blocks
+from ..result import Number, Row, SuiteResult, put, summary_row
+from ..streams import bits_per_byte, document_losses, mean_of_blocks
 from ..subject import Subject, load_subject, require_finite
 
 
@@ -27,6 +28,16 @@ class Segment:
     name: str
     documents: list[Tensor]
     num_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of scored tokens."""
+        return num_scored(self.documents)
+
+
+def num_scored(documents: list[Tensor]) -> int:
+    """The number of tokens of documents [T] without their start tokens."""
+    return sum(len(document) - 1 for document in documents)
 
 
 def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
@@ -42,17 +53,26 @@ def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
                 raise ValueError(
                     f"--segments {args.segments}, corpus {corpus.name}, has shards: name its text with files."
                 )
-        return lambda subject: [open_segment(args.segments, corpus, subject) for corpus in corpora]
+
+        def open_corpora(subject: Subject) -> list[Segment]:
+            return [open_segment(args.segments, corpus, subject) for corpus in corpora]
+
+        return open_corpora
     if not args.dataset_mixture and not args.train_shards:
         raise ValueError(
             "--suite continual needs --segments: name a file with a corpus for each segment, or the run's "
             "--dataset_mixture or --train_shards."
         )
-    held, parts = held_out_documents(args), {}
+    held = held_out_documents(args)
+    texts: dict[str, list[str]] = {}
     for text, corpus in zip(held.texts, held.corpora, strict=True):
-        parts.setdefault(corpus, []).append(text)
-    _require_several(held.source, len(parts))
-    return lambda subject: [_segment(name, texts, subject) for name, texts in parts.items()]
+        texts.setdefault(corpus, []).append(text)
+    _require_several(held.source, len(texts))
+
+    def open_held_out(subject: Subject) -> list[Segment]:
+        return [_segment(name, of_corpus, subject) for name, of_corpus in texts.items()]
+
+    return open_held_out
 
 
 def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
@@ -68,9 +88,9 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
             f"{where} {corpus.name} has {len(rows)} documents, fewer than max_documents {corpus.max_documents}: "
             "lower it."
         )
-    texts = (row["text"] for row in rows.select(range(corpus.max_documents or len(rows))))
+    texts = rows.select(range(corpus.max_documents or len(rows)))["text"]
     segment = _segment(corpus.name, texts, subject, corpus.max_tokens)
-    read = sum(len(document) - 1 for document in segment.documents)
+    read = segment.num_tokens
     if corpus.max_tokens is not None and read < corpus.max_tokens:
         raise ValueError(
             f"{where} {corpus.name} has {read:,} tokens, fewer than max_tokens {corpus.max_tokens:,}: lower it."
@@ -78,23 +98,31 @@ def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
     return segment
 
 
-def cut(subject: Subject, text: str, tokens: int) -> str:
+def cut(subject: Subject, text: str, tokens: float) -> str:
     """The text of the first tokens. Encoding it again may split its end differently."""
+    if tokens == math.inf:
+        return text
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ends = subject.tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]
-    return text if len(ends) <= tokens else text[: ends[tokens - 1][1]]
+    if len(ends) <= tokens:
+        return text
+    _, end = ends[tokens - 1]
+    return text[:end]
 
 
 def _segment(name: str, texts: Iterable[str], subject: Subject, most: int | None = None) -> Segment:
     """The texts one by one, until they have `most` tokens."""
-    documents, num_bytes, left = [], 0, most
+    documents = []
+    num_bytes = 0
+    left = math.inf if most is None else most
     for text in texts:
-        part = text if left is None else cut(subject, text, left)
+        part = cut(subject, text, left)
         ids = subject.encode(part)
         if ids:
             documents.append(torch.tensor([subject.start, *ids]))
             num_bytes += len(part.encode("utf-8"))
-        if left is not None and (left := left - len(ids)) <= 0:
+        left -= len(ids)
+        if left <= 0:
             break
     return Segment(name, documents, num_bytes)
 
@@ -125,28 +153,32 @@ def of_checkpoints(
     first = load_subject(replace(args, model_name_or_path=checkpoints[0].path))
     segments = open_segments(first)
     losses = [_losses(args, checkpoint, segments) for checkpoint in checkpoints]
-    measured = [
-        Measured(segment.name, torch.stack([row[index] for row in losses]), segment.num_bytes)
-        for index, segment in enumerate(segments)
-    ]
+    measured = measured_segments(segments, losses)
     rows = by_checkpoint(checkpoints, measured)
-    bits = [
-        {"step": one.step, "tokens": one.tokens}
-        | {row["segment"]: row["bits_per_byte"] for row in rows if row["step"] == one.step}
-        for one in checkpoints
-    ]
+    bits = {}
+    for row in rows:
+        place = {"step": row["step"], "tokens": row["tokens"]}
+        bits.setdefault(row["step"], place)[row["segment"]] = row["bits_per_byte"]
     transfers = transfer(checkpoints, measured)
     tables = {
-        "Bits per byte": bits,
+        "Bits per byte": list(bits.values()),
         "Loss, forgetting and backward transfer, nats per token": transfers,
         "Segments by checkpoint": rows,
     }
-    vocab_size, mean = first.model.config.vocab_size, transfers[-1]
+    mean = transfers[-1]
     found = [
-        summary_row("loss of the last checkpoint", mean["last"], None, math.log(vocab_size)),
+        summary_row("loss of the last checkpoint", mean["last"], None, math.log(first.model.config.vocab_size)),
         summary_row("forgetting", mean["forgetting"], None),
     ]
     return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)
+
+
+def measured_segments(segments: list[Segment], losses: list[list[Tensor]]) -> list[Measured]:
+    """The segments with their losses: [T] of every segment, by checkpoint."""
+    measured = []
+    for segment, of_segment in zip(segments, zip(*losses, strict=True), strict=True):
+        measured.append(Measured(segment.name, torch.stack(of_segment), segment.num_bytes))
+    return measured
 
 
 def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
@@ -154,11 +186,19 @@ def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> li
     rows = []
     for index, checkpoint in enumerate(checkpoints):
         for segment in measured:
-            row = {"step": checkpoint.step, "tokens": checkpoint.tokens, "segment": segment.name}
-            (loss, stderr), n = mean_of_blocks(segment.losses[index]), segment.losses.shape[1]
-            row |= {"n": n, "loss": loss, "loss_stderr": stderr, **bits_per_byte(loss, stderr, n / segment.num_bytes)}
-            gone, error = forgetting(segment, index) if index else (None, None)
-            rows.append(row | {"forgetting": gone, "forgetting_stderr": error})
+            count = segment.losses.shape[1]
+            loss, stderr = mean_of_blocks(segment.losses[index])
+            row = {
+                "step": checkpoint.step,
+                "tokens": checkpoint.tokens,
+                "segment": segment.name,
+                "n": count,
+                "loss": loss,
+                "loss_stderr": stderr,
+                **bits_per_byte(loss, stderr, count / segment.num_bytes),
+            }
+            put(row, "forgetting", forgetting(segment, index) if index else (None, None))
+            rows.append(row)
     return rows
 
 
@@ -170,56 +210,67 @@ def forgetting(segment: Measured, index: int) -> tuple[float, float | None]:
 
 def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Row]:
     """A row for every segment and one for their means; no transfer of segments that the last checkpoint ends."""
-    last = checkpoints[-1].step
+    last = len(checkpoints) - 1
     rows = []
     for index, segment in enumerate(measured):
-        # The first checkpoint after the segment's share of the stream.
-        end = next(i for i, one in enumerate(checkpoints) if one.step * len(measured) >= last * (index + 1))
-        # Of a segment that the last checkpoint ends it would be 0 by construction.
-        is_last = end == len(checkpoints) - 1
-        gain = (None, None) if is_last else mean_of_blocks(segment.losses[end] - segment.losses[-1])
-        gone, error = forgetting(segment, len(checkpoints) - 1)
+        end = _end_of_share(checkpoints, Fraction(index + 1, len(measured)))
         means = segment.losses.double().mean(1)
         best = int(means[:-1].argmin())
-        rows.append(
-            {
-                "segment": segment.name,
-                "first": float(means[0]),
-                "best_earlier": float(means[best]),
-                "best_step": f"{checkpoints[best].step:,}",
-                "last": float(means[-1]),
-                "forgetting": gone,
-                "forgetting_stderr": error,
-                "ends_at": f"{checkpoints[end].step:,}",
-                "backward_transfer": gain[0],
-                "backward_transfer_stderr": gain[1],
-            }
-        )
+        row = {
+            "segment": segment.name,
+            "first": float(means[0]),
+            "best_earlier": float(means[best]),
+            "best_step": f"{checkpoints[best].step:,}",
+            "last": float(means[-1]),
+        }
+        put(row, "forgetting", forgetting(segment, last))
+        row["ends_at"] = f"{checkpoints[end].step:,}"
+        gain = (None, None)
+        # Of a segment that the last checkpoint ends it would be 0 by construction.
+        if end < last:
+            gain = mean_of_blocks(segment.losses[end] - segment.losses[-1])
+        put(row, "backward_transfer", gain)
+        rows.append(row)
+    return [*rows, _means(rows)]
+
+
+def _end_of_share(checkpoints: list[Checkpoint], share: Fraction) -> int:
+    """The number of the first checkpoint at or after the end of a share of the stream."""
+    end = checkpoints[-1].step * share
+    return next(index for index, checkpoint in enumerate(checkpoints) if checkpoint.step >= end)
+
+
+def _means(rows: list[Row]) -> Row:
+    """The row of the segments' means."""
     means: Row = dict.fromkeys(rows[0]) | {"segment": "mean", "best_step": "", "ends_at": ""}
     for name in ("first", "best_earlier", "last", "forgetting", "backward_transfer"):
         known = [row[name] for row in rows if row[name] is not None]
-        means[name] = sum(known) / len(known) if known else None
-    return [*rows, means]
+        if known:
+            means[name] = sum(known) / len(known)
+    return means
 
 
 def draw(rows: list[Row], path: Path):
     """Bits per byte and forgetting of each segment over tokens, or over steps if tokens are not known."""
     unit = "step" if any(row["tokens"] is None for row in rows) else "tokens"
-    panels = {"bits per byte": {}, "forgetting: loss above the best earlier checkpoint": {}}
-    for title, name in zip(panels, ("bits_per_byte", "forgetting"), strict=True):
+    columns = {"bits per byte": "bits_per_byte", "forgetting: loss above the best earlier checkpoint": "forgetting"}
+    panels = {}
+    for title, name in columns.items():
+        panels[title] = {}
         for row in rows:
             if row[name] is not None:
-                point = (row[unit], Number(row[name], row[f"{name}_stderr"]))
-                panels[title].setdefault(row["segment"], []).append(point)
+                number = Number(row[name], row[f"{name}_stderr"])
+                panels[title].setdefault(row["segment"], []).append((row[unit], number))
     small_curves(path, panels, unit)
 
 
 def _losses(args: Arguments, checkpoint: Checkpoint, segments: list[Segment]) -> list[Tensor]:
+    """The losses [T] of every segment by a checkpoint."""
     subject = load_subject(replace(args, model_name_or_path=checkpoint.path))
     found = []
     for segment in segments:
         name = f"continual: {Path(checkpoint.path).name}, {segment.name}"
-        losses = torch.cat([scores.losses for scores in document_scores(args, subject, segment.documents, name)])
+        losses = document_losses(args, subject, segment.documents, name)
         require_finite(losses, f"continual: the losses of {checkpoint.path} on {segment.name}")
         found.append(losses)
     return found

@@ -2,21 +2,24 @@
 
 import math
 from functools import partial
+from itertools import chain, product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
 from hope_hf import frozen_memories
 
-from ..display import Panel, by_depth, heat_maps, progress
+from ..display import Panel, heat_maps, progress
 from ..flags import MODEL, TEXT, Arguments, chosen_tasks, parse_depths, parse_lengths, suite
 from ..result import Row, SuiteResult, means, summary_row
-from ..streams import carried_scores
+from ..streams import batches_of_one_length, carried_scores
 from ..subject import Subject, require_finite
 from .samples import HAYSTACKS, Sample, make_samples
 from .tasks import PASS_KEY_DIGITS, RULER, TASKS, NeedleTask
 
-DEFAULT_LENGTHS, PASS_KEY_LENGTHS = "1k,2k,4k", "256,512,1k"
+DEFAULT_LENGTHS = "1k,2k,4k"
+PASS_KEY_LENGTHS = "256,512,1k"
 # The number of RULER.
 NEW_TOKENS = 128
 
@@ -47,35 +50,40 @@ def _retrieve(
     suite: str, args: Arguments, subject: Subject, names: list[str], lengths: str, new_tokens: int
 ) -> SuiteResult:
     tasks = [TASKS[name] for name in names]
-    lengths, depths = parse_lengths(lengths), parse_depths(args.depths)
+    lengths = parse_lengths(lengths)
+    depths = parse_depths(args.depths)
     subject.require_positions(lengths[-1])
-    haystacks = {kind: HAYSTACKS[kind](subject, lengths[-1], args) for kind in {task.haystack for task in tasks}}
+    haystacks = {}
+    for task in tasks:
+        if task.haystack not in haystacks:
+            haystacks[task.haystack] = HAYSTACKS[task.haystack](subject, lengths[-1], args)
     seeds = range(args.seed, args.seed + args.texts_per_length)
 
-    def samples(task: NeedleTask, length: int, depth: float):
+    def samples(task: NeedleTask, length: int, depth: float) -> list[Sample]:
         return make_samples(subject, task, haystacks[task.haystack], length, depth, seeds)
 
+    vocab_size = subject.model.config.vocab_size
     # Lengths that are too short or too long are refused before anything is measured.
-    for length in (lengths[0], lengths[-1]):
-        drawn = [samples(task, length, 0.0) for task in tasks]
-    size = subject.model.config.vocab_size
-    chances = [describe(task, found, size) for task, found in zip(tasks, drawn, strict=True)]
-    tables, pictures, scores = {"Tasks, and the scores of chance": chances}, {}, []
+    for task in tasks:
+        samples(task, lengths[0], 0.0)
+    descriptions = [describe(task, samples(task, lengths[-1], 0.0), vocab_size) for task in tasks]
+    tables = {"Tasks, and the scores of chance": descriptions}
+    pictures = {}
+    scores = []
     with progress(None, suite, len(tasks) * len(lengths) * len(depths)) as bar:
-        for task, chance in zip(tasks, chances, strict=True):
+        for task, description in zip(tasks, descriptions, strict=True):
             rows = []
-            for length in lengths:
-                for depth in depths:
-                    row = measure(subject, task, samples(task, length, depth), args.rows, new_tokens)
-                    require_finite(torch.tensor(row["loss"]), f"{suite}: the model's losses")
-                    rows.append({"length": length, "depth": depth, **row})
-                    bar.update()
+            for length, depth in product(lengths, depths):
+                row = measure(subject, task, samples(task, length, depth), args.rows, new_tokens)
+                require_finite(torch.tensor(row["loss"]), f"{suite}: the model's losses")
+                rows.append({"length": length, "depth": depth, **row})
+                bar.update()
             tables[task.title] = rows
             pictures[f"needle_{task.name}.png"] = partial(draw, task.name, rows)
-            guessed = {"generated": task.chance_generated(chance["chance"]), "exact": chance["chance"]}
-            for name, score in guessed.items():
-                mean = sum(row[name] for row in rows) / len(rows)
-                scores.append(summary_row(f"{task.name}, {name}, mean of all", mean, None, score))
+            chance = description["chance"]
+            for name, guessed in (("generated", task.chance_generated(chance)), ("exact", chance)):
+                mean = sum(map(itemgetter(name), rows)) / len(rows)
+                scores.append(summary_row(f"{task.name}, {name}, mean of all", mean, None, guessed))
     return SuiteResult(tables, pictures, summary=scores)
 
 
@@ -84,7 +92,10 @@ def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:
 
     chance: the expected `exact` of uniformly drawn tokens; chance_loss: nats per token.
     """
-    chances = [vocab_size ** -float(span.stop - span.start) for sample in samples for span in sample.spans]
+    chances = []
+    for span in chain.from_iterable(sample.spans for sample in samples):
+        tokens = span.stop - span.start
+        chances.append(vocab_size ** -float(tokens))
     return {
         "task": task.name,
         "haystack": task.haystack,
@@ -99,20 +110,27 @@ def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:
 
 def draw(name: str, rows: list[Row], path: Path):
     """Heat maps over length and depth: generated, teacher-forced, and the gain over frozen memories."""
-    cells, names = by_depth(rows)
-
-    def grid(value) -> list[list[float]]:
-        return [[value(row) for row in line] for line in cells]
-
+    lengths = sorted(set(map(itemgetter("length"), rows)))
+    depths = sorted(set(map(itemgetter("depth"), rows)))
+    generated = []
+    exact = []
+    saved = []
+    for depth in depths:
+        # by length, as they were measured
+        line = [row for row in rows if row["depth"] == depth]
+        generated.append(list(map(itemgetter("generated"), line)))
+        exact.append(list(map(itemgetter("exact"), line)))
+        saved.append([row["frozen"] - row["loss"] for row in line if "frozen" in row])
     panels = [
-        Panel("generated, share of the values", grid(lambda row: row["generated"])),
-        Panel("teacher-forced, share of the values", grid(lambda row: row["exact"])),
+        Panel("generated, share of the values", generated),
+        Panel("teacher-forced, share of the values", exact),
     ]
     if "frozen" in rows[0]:
-        gains = grid(lambda row: row["frozen"] - row["loss"])
-        largest = max(0.01, *(abs(gain) for row in gains for gain in row))
-        panels.append(Panel("loss saved by the memories, nats per token", gains, (-largest, largest), "RdBu"))
-    heat_maps(path, panels, *names, ("length, tokens", "depth of the needle (0: first)"), name)
+        largest = max(0.01, *map(abs, chain.from_iterable(saved)))
+        panels.append(Panel("loss saved by the memories, nats per token", saved, (-largest, largest), "RdBu"))
+    depth_names = list(map("{:g}".format, depths))
+    length_names = list(map("{:,}".format, lengths))
+    heat_maps(path, panels, depth_names, length_names, ("length, tokens", "depth of the needle (0: first)"), name)
 
 
 def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_size: int, new_tokens: int) -> Row:
@@ -122,24 +140,22 @@ def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_siz
     token is the likeliest, given all tokens before it. loss: nats per token of these strings. With memories also
     frozen_exact and frozen: the same two with nothing written into the memories.
     """
-    columns = {name: [] for name in ("generated", "exact", "loss")}
+    columns = {"generated": [], "exact": [], "loss": []}
     if subject.has_memory:
         columns |= {"frozen_exact": [], "frozen": []}
-    # Prompts of one length are read together, so that nothing is padded.
-    for size in sorted({len(sample.prompt) for sample in samples}):
-        alike = [sample for sample in samples if len(sample.prompt) == size]
-        for start in range(0, len(alike), batch_size):
-            batch = alike[start : start + batch_size]
-            said = subject.continued(torch.tensor([sample.prompt for sample in batch]), new_tokens)
-            columns["generated"] += [task.score(text, sample.values) for text, sample in zip(said, batch, strict=True)]
-            exact, losses = teacher_forced(subject, batch)
-            columns["exact"] += exact
-            columns["loss"] += losses
-            if subject.has_memory:
-                with frozen_memories(subject.model):
-                    exact, losses = teacher_forced(subject, batch)
-                columns["frozen_exact"] += exact
-                columns["frozen"] += losses
+    for batch in batches_of_one_length(samples, lambda sample: len(sample.prompt), batch_size):
+        prompts = torch.tensor([sample.prompt for sample in batch])
+        answers = subject.continued(prompts, new_tokens)
+        for answer, sample in zip(answers, batch, strict=True):
+            columns["generated"].append(task.score(answer, sample.values))
+        exact, losses = teacher_forced(subject, batch)
+        columns["exact"] += exact
+        columns["loss"] += losses
+        if subject.has_memory:
+            with frozen_memories(subject.model):
+                exact, losses = teacher_forced(subject, batch)
+            columns["frozen_exact"] += exact
+            columns["frozen"] += losses
     return means(columns)
 
 
@@ -149,13 +165,18 @@ def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float]
     # Padding on the right cannot change a row.
     texts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     scores = carried_scores(subject.model, texts)
-    exact, losses = [], []
+    exact = []
+    losses = []
     for index, sample in enumerate(samples):
-        first = len(sample.prompt) - 1
-        spans = [slice(first + span.start, first + span.stop) for span in sample.spans]
-        right = [
-            torch.equal(scores.guesses[index, span], texts[index, span.start + 1 : span.stop + 1]) for span in spans
-        ]
-        exact.append(sum(right) / len(right))
-        losses.append(float(torch.cat([scores.losses[index, span] for span in spans]).mean()))
+        hits = []
+        losses_of_values = []
+        for span in sample.spans:
+            start = len(sample.prompt) + span.start
+            stop = len(sample.prompt) + span.stop
+            # a token's scores are one place before it
+            of_value = scores.part(index, start - 1, stop - 1)
+            hits.append(torch.equal(of_value.guesses, texts[index, start:stop]))
+            losses_of_values.append(of_value.losses)
+        exact.append(sum(hits) / len(hits))
+        losses.append(float(torch.cat(losses_of_values).mean()))
     return exact, losses

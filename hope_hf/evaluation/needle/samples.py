@@ -4,7 +4,8 @@ import re
 import textwrap
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
+from operator import itemgetter
 from random import Random
 
 from ..flags import Arguments
@@ -27,8 +28,10 @@ class Haystack:
     def __init__(self, sentences: list[list[int]], source: str, before: str, separator: str):
         """`source`: names a text that is too short in errors. `before`: between the instructions and the text.
         `separator`: before every needle."""
-        self._sentences, self._source = sentences, source
-        self.before, self.separator = before, separator
+        self._sentences = sentences
+        self._source = source
+        self.before = before
+        self.separator = separator
         self._ends = list(accumulate(map(len, sentences)))
 
     def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
@@ -37,20 +40,28 @@ class Haystack:
         `depths` are from 0 (before the first sentence) to 1 (after the last). Raises ValueError if the text has
         fewer tokens.
         """
-        tokens = [token for sentence in self._sentences[: bisect_left(self._ends, room) + 1] for token in sentence]
+        enough = bisect_left(self._ends, room) + 1
+        tokens = list(chain.from_iterable(self._sentences[:enough]))
         if len(tokens) < room:
             raise ValueError(
                 f"--lengths asks for {room:,} tokens around the needles, and the text ({self._source}) has "
                 f"{len(tokens):,}: lower it or give a longer text with --validation_file."
             )
         begins = [0, *(end for end in self._ends if end < room), room]
-        places = [min(begins, key=lambda begin, depth=depth: abs(begin - depth * room)) for depth in depths]
-        hidden = sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])
-        cuts = pairwise([0, *(place for place, _ in hidden), room])
+        hidden = []
+        for depth, needle in zip(depths, needles, strict=True):
+            hidden.append((_nearest(begins, depth * room), needle))
+        hidden.sort(key=itemgetter(0))
         woven = []
-        for (start, end), needle in zip(cuts, [*(needle for _, needle in hidden), []], strict=True):
-            woven += tokens[start:end] + needle
-        return woven
+        start = 0
+        for place, needle in hidden:
+            woven += tokens[start:place] + needle
+            start = place
+        return woven + tokens[start:room]
+
+
+def _nearest(places: list[int], wanted: float) -> int:
+    return min(places, key=lambda place: abs(place - wanted))
 
 
 class Filler(Haystack):
@@ -61,10 +72,14 @@ class Filler(Haystack):
 
     def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
         """`room` tokens of the filler around a single needle."""
-        (needle,), (depth,), (tokens,) = needles, depths, self._sentences
-        before = round(room * depth)
-        left, right = ((tokens * (count // len(tokens) + 1))[:count] for count in (before, room - before))
-        return left + needle + right
+        before = round(room * depths[0])
+        return self._repeated(before) + needles[0] + self._repeated(room - before)
+
+    def _repeated(self, count: int) -> list[int]:
+        """The first tokens of the filler's endless text."""
+        tokens = self._sentences[0]
+        times = count // len(tokens) + 1
+        return (tokens * times)[:count]
 
 
 def filler(subject: Subject, longest: int, args: Arguments | None = None) -> Haystack:
@@ -81,13 +96,14 @@ def noise(subject: Subject, longest: int, args: Arguments | None = None) -> Hays
 def text(subject: Subject, longest: int, args: Arguments) -> Haystack:
     """The held-out documents, or `--validation_file`, one after another, with white space reduced to single spaces."""
     held = held_out_documents(args)
-    found, characters = [], 0
+    sentences = []
+    characters = 0
     for sentence in _sentences(held.texts):
-        found.append(sentence)
+        sentences.append(subject.encode(f" {sentence}"))
         characters += len(sentence)
         if characters > CHARACTERS * longest:
             break
-    return Haystack([subject.encode(f" {sentence}") for sentence in found], held.source, "\n", " ")
+    return Haystack(sentences, held.source, "\n", " ")
 
 
 HAYSTACKS = {"filler": filler, "noise": noise, "text": text}
@@ -95,7 +111,8 @@ HAYSTACKS = {"filler": filler, "noise": noise, "text": text}
 
 def _sentences(documents: list[str]):
     for document in documents:
-        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(document.split())):
+        text = " ".join(document.split())
+        for sentence in re.split(r"(?<=[.!?])\s+", text):
             yield from textwrap.wrap(sentence, LONGEST_SENTENCE)
 
 
@@ -123,26 +140,31 @@ def make_samples(
     other depths are drawn. Values of one key are expected in the order of the text. Keys, values and the other depths
     depend on task and seed alone. Raises ValueError if the length is too short.
     """
-    drawn = []
+    wordings = []
+    all_depths = []
+    answers = []
     for seed in seeds:
         generator = Random(f"{task.name} {seed}")
         wording = task.word(generator)
         depths = [depth, *generator.sample(DEPTHS, task.needles - 1)]
         if task.values > 1:
             depths.sort()
-        drawn.append((wording, depths, answer_tokens(subject, wording.answers)))
-    reserved = max(len(answer) for _, _, (answer, _) in drawn)
+        wordings.append(wording)
+        all_depths.append(depths)
+        answers.append(answer_tokens(subject, wording.answers))
+    longest_answer = max(len(answer) for answer, _ in answers)
     samples = []
-    for wording, depths, (answer, spans) in drawn:
-        size = length - (len(answer) if isinstance(haystack, Filler) else reserved)
-        prompt = _prompt(subject, task, wording, haystack, depths, size)
+    for wording, depths, (answer, spans) in zip(wordings, all_depths, answers, strict=True):
+        reserved = len(answer) if isinstance(haystack, Filler) else longest_answer
+        prompt = _prompt(subject, task, wording, haystack, depths, length - reserved)
         samples.append(Sample(prompt, answer, spans, wording.answers))
     return samples
 
 
 def answer_tokens(subject: Subject, values: list[str]) -> tuple[list[int], list[slice]]:
     """The tokens of ` a, b, and c`, and the place of each value in them."""
-    tokens, spans = [], []
+    tokens = []
+    spans = []
     for index, value in enumerate(values):
         if index:
             tokens += subject.encode(", and" if index == len(values) - 1 else ",")
@@ -156,9 +178,11 @@ def _prompt(
     subject: Subject, task: NeedleTask, wording: Wording, haystack: Haystack, depths: list[float], length: int
 ) -> list[int]:
     """A prompt of exactly `length` tokens."""
-    before, question = subject.encode(wording.before + haystack.before), subject.encode(wording.question)
+    before = subject.encode(wording.before + haystack.before)
+    question = subject.encode(wording.question)
     needles = [subject.encode(haystack.separator + needle) for needle in wording.needles]
-    room = length - 1 - len(before) - sum(map(len, needles)) - len(question)
+    taken = 1 + len(before) + sum(map(len, needles)) + len(question)
+    room = length - taken
     if room < 0:
         raise ValueError(
             f"--lengths is too short for the needles and the question of {task.name}: give at least {-room:,} tokens "

@@ -120,13 +120,16 @@ class NeedleTask:
         """Draw one sample's keys and values."""
         keys = distinct(word, self.keys, generator)
         values = distinct(self.draw, self.needles, generator)
-        values_of = {key: values[i * self.values : (i + 1) * self.values] for i, key in enumerate(keys)}
-        needles = [NEEDLE.format(kind=self.kind, key=key, value=value) for key in keys for value in values_of[key]]
-        one = self.answers == 1
-        before, question = (BEFORE_ONE, QUESTION_ONE) if one else (BEFORE, QUESTION)
-        query = listed(keys[: self.queries])
-        answers = [value for key in keys[: self.queries] for value in values_of[key]]
-        return Wording(before.format(kind=self.kind), needles, question.format(kind=self.kind, query=query), answers)
+        needles = []
+        for index, value in enumerate(values):
+            key = keys[index // self.values]
+            needles.append(NEEDLE.format(kind=self.kind, key=key, value=value))
+        if self.answers == 1:
+            before, question = BEFORE_ONE, QUESTION_ONE
+        else:
+            before, question = BEFORE, QUESTION
+        question = question.format(kind=self.kind, query=listed(keys[: self.queries]))
+        return Wording(before.format(kind=self.kind), needles, question, values[: self.answers])
 
     def score(self, text: str, values: list[str]) -> float:
         """RULER's score of an answer: the share of the expected strings that it contains, ignoring case."""
@@ -168,4 +171,5 @@ TASKS = {**RULER, "passkey": PassKey("passkey", "filler")}
 
 def listed(words: list[str]) -> str:
     """`a`, or `a, b, and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, and {words[-1]}"
+    *first, last = words
+    return f"{', '.join(first)}, and {last}" if first else last

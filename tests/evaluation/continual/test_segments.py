@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import yaml
 
 from hope_hf.evaluation import main
 from hope_hf.evaluation.checkpoints import Checkpoint
-from hope_hf.evaluation.continual.segments import Measured, by_checkpoint, cut, forgetting, transfer
+from hope_hf.evaluation.continual.segments import Measured, by_checkpoint, cut, forgetting, segment_opener, transfer
+from hope_hf.evaluation.flags import Arguments
+from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.perplexity import perplexity
 
 
@@ -51,35 +54,28 @@ def test_every_segment_by_every_checkpoint(run, segments, subject, arguments, tm
     assert [(row["step"], row["segment"]) for row in rows] == [(s, n) for s in (1, 2) for n in ("one", "two", "three")]
     assert rows[1]["n"] == 90 and [row["segment"] for row in moved] == ["one", "two", "three", "mean"]
     assert (tmp_path / "eval" / "continual.png").read_bytes().startswith(b"\x89PNG")
-    assert run in (tmp_path / "eval" / "results.md").read_text()
     # The same as the suite perplexity on that text.
-    whole = next(
-        iter(perplexity(arguments(validation_file=str(tmp_path / "three.txt")), subject("hope")).tables.values())
-    )
+    (whole,), *_ = perplexity(arguments(validation_file=str(tmp_path / "three.txt")), subject("hope")).tables.values()
     for name in ("n", "loss", "bits_per_byte"):
-        assert rows[5][name] == pytest.approx(whole[0][name], rel=1e-6)
+        assert rows[5][name] == pytest.approx(whole[name], rel=1e-6)
 
 
-def test_the_corpora_of_a_run_are_segments(run, segments, texts, tmp_path, capsys):
+def test_the_corpora_of_a_run_are_segments(texts, tmp_path, subject):
     """What a mixture holds out of each corpus, as `perplexity` reads it; a single corpus is refused."""
-    for name, part in (("one", texts[:2]), ("two", texts[2:])):
+    mixture = "corpora:\n"
+    for name, part in {"one": texts[:2], "two": texts[2:]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-    mixture = tmp_path / "mix.yaml"
-    corpora = {name: {"files": f"{tmp_path}/{name}.jsonl"} for name in ("one", "two")}
-    mixture.write_text(yaml.safe_dump({"corpora": corpora}))
-    data = ["--dataset_mixture", mixture, "--validation_split_percentage", 50, "--device", "cpu", "--cpu_threads", 1]
-    flags = ["--suite", "continual", "--model_name_or_path", run, *data]
-    assert main([*map(str, flags), "--output_dir", str(tmp_path / "eval")]) == 0
-    *_, rows = json.loads((tmp_path / "eval/results.json").read_text())["results"]["continual"]["tables"].values()
-    flags = ["--suite", "perplexity", "--model_name_or_path", run.replace("*", "2"), *data]
-    assert main([*map(str, flags), "--output_dir", str(tmp_path / "whole")]) == 0
-    whole = json.loads((tmp_path / "whole/results.json").read_text())["results"]["perplexity"]["tables"]["By corpus"]
-    for row, alone in zip(rows[2:], whole, strict=True):
-        assert row["segment"] == alone["corpus"] and row["n"] == alone["n"]
-        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    mixture.write_text(yaml.safe_dump({"corpora": {"one": corpora["one"]}}))
-    assert main(["--suite", "continual", "--model_name_or_path", run, *map(str, data)]) == 2
-    assert "mix.yaml, held-out documents has one segment: forgetting needs two or more" in capsys.readouterr().err
+        mixture += f"  {name}: {{files: {tmp_path}/{name}.jsonl}}\n"
+        (tmp_path / f"{name}.yaml").write_text(mixture)
+    args = Arguments(dataset_mixture=str(tmp_path / "two.yaml"), validation_split_percentage=50, device="cpu")
+    loaded = subject("llama")
+    held = held_out_documents(args)
+    found = segment_opener(args)(loaded)
+    assert [segment.name for segment in found] == ["one", "two"]
+    documents = [document.tolist() for segment in found for document in segment.documents]
+    assert documents == [[loaded.start, *loaded.encode(text)] for text in held.texts]
+    with pytest.raises(ValueError, match="one segment"):
+        segment_opener(replace(args, dataset_mixture=str(tmp_path / "one.yaml")))
 
 
 def test_forgetting_is_against_the_best_earlier_checkpoint_and_transfer_since_the_segments_end():
@@ -112,36 +108,35 @@ def test_a_text_is_cut_at_its_tokens(subject, texts):
 
 
 @pytest.mark.parametrize(
-    ("corpora", "sentence"),
+    ("corpora", "words"),
     [
-        ({"one": {}}, "has one segment: forgetting needs two or more"),
-        ({"one": {}, "two": {"max_tokens": 10**6}}, "tokens, fewer than max_tokens 1,000,000: lower it"),
-        ({"one": {}, "two": {"max_documents": 9}}, "corpus two has 1 documents, fewer than max_documents 9: lower it"),
+        ({"one": {}}, "one segment"),
+        ({"one": {}, "two": {"max_tokens": 10**6}}, "max_tokens 1,000,000"),
+        ({"one": {}, "two": {"max_documents": 9}}, "corpus two has 1 documents"),
         ({"one": {}, "two": {"files": "none.txt"}}, "none.txt does not exist"),
         ({"one": {}, "two": {"files": "code.py"}}, "code.py"),
-        ({"one": {}, "two": {"limit": 3}}, "has an unknown key 'limit'"),
+        ({"one": {}, "two": {"limit": 3}}, "'limit'"),
     ],
 )
-def test_segments_that_cannot_be_measured(run, segments, corpora, sentence, tmp_path, capsys):
+def test_segments_that_cannot_be_measured(run, segments, corpora, words, tmp_path, capsys):
     assert evaluate(run, segments(**corpora), "--output_dir", tmp_path / "eval") == 2
     error = capsys.readouterr().err
-    assert sentence in error and "--segments" in error and error.count("\n") == 1
+    assert words in error and "--segments" in error and error.count("\n") == 1
     assert not (tmp_path / "eval").exists()
 
 
 def test_checkpoints_that_cannot_be_measured(run, segments, folders, tmp_path, capsys):
     path = segments(one={}, two={})
     cases = [
-        (run.replace("run/", "walk/"), [], 2, "matches no folder checkpoint-<step>"),
-        (run.replace("-*", "-1"), [], 2, "needs two checkpoints or more"),
-        (folders["llama"], [], 2, "needs two checkpoints or more"),
-        (run, ["--suite", "continual,sample"], 2, "--suite continual reads all checkpoints at once"),
+        (run.replace("run/", "walk/"), path, [], "walk/checkpoint-*"),
+        (run.replace("-*", "-1"), path, [], "needs two checkpoints"),
+        (folders["llama"], path, [], "needs two checkpoints"),
+        (run, path, ["--suite", "continual,sample"], "--suite continual"),
+        (run, tmp_path / "none.yaml", [], "--segments"),
     ]
-    for name, flags, status, sentence in cases:
-        assert evaluate(name, path, *flags, "--output_dir", tmp_path / "eval") == status
+    for name, file, flags, words in cases:
+        assert evaluate(name, file, *flags, "--output_dir", tmp_path / "eval") == 2
         error = capsys.readouterr().err
-        assert sentence in error and error.count("\n") == 1
-    assert evaluate(run, tmp_path / "none.yaml") == 2
-    assert "--segments" in capsys.readouterr().err
-    assert main(["--suite", "continual", "--model_name_or_path", run, "--device", "cpu"]) == 2
-    assert "--suite continual needs --segments" in capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    with pytest.raises(ValueError, match="--suite continual needs --segments"):
+        segment_opener(Arguments(model_name_or_path=run))
