@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "the share of the own value without zeta",
         "model/memory_delta.py",
-        "own = values if erased is None else values * erased.unsqueeze(-1)",
-        "own = values",
+        "own_values = values if tokens.erased is None else values * tokens.erased.unsqueeze(-1)",
+        "own_values = values",
         "tests/model/test_delta_scan.py",
     ),
     Mutant(
@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "levels side by side without their weights",
         "model/continuum.py",
-        "sum(weight * output for weight, output in zip(weights, outputs, strict=True))",
-        "sum(output for weight, output in zip(weights, outputs, strict=True))",
+        "total = total + weight * level(hidden_states, deltas_of_level)",
+        "total = total + level(hidden_states, deltas_of_level)",
         "tests/model/test_precision.py tests/model/test_gradients.py tests/model/test_use.py",
     ),
     Mutant(
@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "softmax without its one-hot",
         "model/loss.py",
-        "gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))",
-        "gradient = gradient + 0.0",
+        "grad_logits = shares.scatter_add_(-1, targets, shares.new_full((), -1.0).expand_as(targets))",
+        "grad_logits = shares + 0.0",
         "tests/model/test_loss.py",
     ),
     # data

@@ -44,7 +44,13 @@ class KeyValues(NamedTuple):
 
 def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
     """The state with `function` applied to every tensor."""
-    return type(state)(*(tuple(map(function, part)) if isinstance(part, tuple) else function(part) for part in state))
+    mapped = []
+    for part in state:
+        if isinstance(part, tuple):
+            mapped.append(tuple(function(tensor) for tensor in part))
+        else:
+            mapped.append(function(part))
+    return type(state)(*mapped)
 
 
 class HopeMemoryLayer(Rows, CacheLayerMixin):
@@ -143,12 +149,11 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
             self.map(lambda tensor: tensor.detach().clone())
             return
         self.past.columns.copy_(past.columns)
-        held, new = (
-            [*named_tensors(state).values(), past.seen, past.digest]
-            for state, past in ((self.state, self.past), (state, past))
-        )
-        for tensor, value in zip(held, new, strict=True):
-            tensor.copy_(value.detach())
+        self.past.seen.copy_(past.seen)
+        self.past.digest.copy_(past.digest)
+        new = named_tensors(state)
+        for name, tensor in named_tensors(self.state).items():
+            tensor.copy_(new[name].detach())
 
 
 def past_of(cache: Cache | None) -> Past | None:
@@ -157,7 +162,7 @@ def past_of(cache: Cache | None) -> Past | None:
     return next((layer.past for layer in layers if is_memory_layer(layer)), None)
 
 
-class CarriedKeys:
+class FunctionalKeys:
     """A layer of keys and values with the interface of `HopeMemoryLayer`."""
 
     def __init__(self, layer: DynamicLayer):
@@ -175,17 +180,29 @@ class CarriedKeys:
         self.layer.keys, self.layer.values = state
 
 
-def carried_layers(cache: Cache) -> list[HopeMemoryLayer | CarriedKeys] | None:
+def functional_layers(cache: Cache) -> list[HopeMemoryLayer | FunctionalKeys] | None:
     """Layers of a cache into which blocks do not write, so that blocks can be recomputed; `None` if it has others."""
-    layers = [CarriedKeys(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    fits = not cache.is_compileable and not getattr(cache, "offloading", False)
-    return layers if fits and all(hasattr(layer, "update_state") for layer in layers) else None
+    if cache.is_compileable or getattr(cache, "offloading", False):
+        return None
+    layers = []
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer:
+            layer = FunctionalKeys(layer)
+        if not hasattr(layer, "update_state"):
+            return None
+        layers.append(layer)
+    return layers
 
 
 def _levels_of(tensors: dict[str, torch.Tensor]) -> LevelState | None:
     """What levels have learned, of the tensors of a cache; `None` if they hold nothing of it."""
-    named = {name.removeprefix(_OF_LEVELS): x for name, x in tensors.items() if name.startswith(_OF_LEVELS)}
+    named = _with_prefix(tensors, _OF_LEVELS)
     return LevelState.of_named(named) if named else None
+
+
+def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names have a prefix, by the names behind it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class Snapshot(NamedTuple):
@@ -285,7 +302,8 @@ class HopeCache(CacheRows, DynamicCache):
 
     def crop(self, *args) -> None:
         """As in transformers; RuntimeError, before anything is cropped, if a layer keeps a state."""
-        for layer in sorted(self.layers, key=lambda layer: getattr(layer, "state_class", None) is None):
+        # layers with a state first, since they raise
+        for layer in sorted(self.layers, key=lambda layer: not is_memory_layer(layer)):
             layer.crop(*args)
 
     def reset_levels(self) -> "HopeCache":
@@ -320,14 +338,18 @@ class HopeCache(CacheRows, DynamicCache):
 
         `level_dtype` is that of what levels have learned (`LevelState.named`).
         """
-        levels = {} if self.levels is None else self.levels.named(level_dtype)
-        tensors = {f"{_OF_LEVELS}{name}": tensor for name, tensor in levels.items()}
+        tensors = {}
+        if self.levels is not None:
+            for name, tensor in self.levels.named(level_dtype).items():
+                tensors[f"{_OF_LEVELS}{name}"] = tensor
         for index, layer in enumerate(self.layers):
+            state = {}
             if is_memory_layer(layer):
                 state = layer.named_tensors()
-            else:
-                state = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
-            tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
+            elif layer.is_initialized:
+                state = {"keys": layer.keys, "values": layer.values}
+            for name, tensor in state.items():
+                tensors[f"{index}.{name}"] = tensor
         return tensors
 
     @classmethod
@@ -336,8 +358,7 @@ class HopeCache(CacheRows, DynamicCache):
         cache = cls(config)
         cache.levels = _levels_of(tensors)
         for index, layer in enumerate(cache.layers):
-            prefix = f"{index}."
-            state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            state = _with_prefix(tensors, f"{index}.")
             if not is_memory_layer(layer):
                 if state:
                     layer.update(state["keys"], state["values"])
@@ -410,13 +431,14 @@ class HopeCache(CacheRows, DynamicCache):
         device = "cpu" if model.device.type == "meta" else model.device
         model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), cache=sample)
         one_token = sample.state_tensors()
-        of_levels = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_OF_LEVELS)}
+        learned = _with_prefix(tensors, _OF_LEVELS)
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_LEVELS)}
         check_tensors(folder, tensors, one_token)
         placed = {name: tensor.to(one_token[name].device) for name, tensor in tensors.items()}
         cache = cls.from_state_tensors(model.config, placed)
-        if of_levels:
+        if learned:
             try:
-                cache.levels = loaded_state(_levels_of(of_levels), fields, model, cache.num_sequences)
+                cache.levels = loaded_state(LevelState.of_named(learned), fields, model, cache.num_sequences)
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{folder / CACHE_FILE} {error}") from None
         cache._read_from = folder.resolve(), checksum

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention_mask import attention_arguments
-from .cache_hope import HopeCache, carried_layers, past_of
+from .attention import attention_arguments
+from .cache_hope import HopeCache, functional_layers, past_of
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
@@ -85,12 +85,12 @@ def prepare_call(
         context |= options | attention_arguments(config, trunk.rotary_emb, *arguments)
     layers = [] if cache is None else cache.layers
     if cache is not None and torch.is_grad_enabled():
-        carried = carried_layers(cache)
+        functional = functional_layers(cache)
         if trunk.training:
-            check_recomputing(cache, carried is not None, trunk.layers)
-        if carried is not None:
+            check_recomputing(cache, functional is not None, trunk.layers)
+        if functional is not None:
             # a recomputed block would write keys and values into the cache again
-            layers = carried
+            layers = functional
             context["cache"] = None
     levels = getattr(cache, "levels", None)
     deltas = {} if levels is None else taught_by_block(config, levels.taught)

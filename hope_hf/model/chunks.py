@@ -95,8 +95,9 @@ class SlotPlan:
             return self
         plans = self.__dict__.setdefault("_plans", {})
         if device not in plans:
-            held = {part.name: getattr(self, part.name) for part in fields(self)}
-            plans[device] = type(self)(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), held))
+            values = {field.name: getattr(self, field.name) for field in fields(self)}
+            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
+            plans[device] = type(self)(**moved)
         return plans[device]
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,11 +140,12 @@ class Sequences(NamedTuple):
             x = x.new_zeros(shape[0] * shape[1], x.shape[-1]).index_copy(0, self.tokens, x[0])
         return x.view(*shape, -1)
 
-    def begin(self, state: torch.Tensor, age: int | torch.Tensor = 1) -> torch.Tensor:
-        """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document is younger than `age`."""
-        return torch.where(beside(self.position, state) >= age, state.index_select(0, self.row), 0.0)
+    def gather_states(self, state: torch.Tensor, min_age: int | torch.Tensor = 1) -> torch.Tensor:
+        """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document has fewer tokens."""
+        is_old_enough = beside(self.position, state) >= min_age
+        return torch.where(is_old_enough, state.index_select(0, self.row), 0.0)
 
-    def end(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def scatter_states(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
         after = after.index_select(0, self.last)
         return torch.where(beside(self.has_tokens, after), after, 0.0 if before is None else before)
@@ -161,20 +163,28 @@ class ChunkPlan(SlotPlan):
         """The documents of the call's rows, for kernels; `None` if every row continues or begins one document."""
         if self.valid is None:
             return None
+        # of every real token, row after row
         row, slot = self.valid.nonzero(as_tuple=True)
-        at = self.position[row, slot]
-        opens = (at == 0) | F.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
-        first = opens.nonzero().squeeze(-1)
-        bounds = F.pad(first, (0, 1), value=len(row))
+        position = self.position[row, slot]
+        is_first_of_row = F.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
+        first_token = ((position == 0) | is_first_of_row).nonzero().squeeze(-1)
         rows, length = len(self.valid), 1
+        column = slot
         if self.token_of_slot is not None:
-            length, slot = self.slot_of_token.shape[1], self.token_of_slot[row, slot]
-        tokens = None if len(row) == rows * length else row * length + slot
-        row_of = row[first]
+            length = self.slot_of_token.shape[1]
+            column = self.token_of_slot[row, slot]
+        has_padding = len(row) < rows * length
+        row_of_sequence = row[first_token]
         all_rows = torch.arange(rows, device=row.device)
-        last = torch.searchsorted(row_of, all_rows, right=True) - 1
-        has_tokens = self.valid.any(1)
-        return Sequences(tokens, bounds, row_of, at[first], last.clamp(min=0), has_tokens)
+        last_sequence = torch.searchsorted(row_of_sequence, all_rows, right=True) - 1
+        return Sequences(
+            tokens=row * length + column if has_padding else None,
+            bounds=F.pad(first_token, (0, 1), value=len(row)),
+            row=row_of_sequence,
+            position=position[first_token],
+            last=last_sequence.clamp(min=0),
+            has_tokens=self.valid.any(1),
+        )
 
 
 def beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +241,9 @@ def plan_again(
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return x.gather(1, index.reshape(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+    """The entries of `x` [B, ..., ...] at indices [B, I] of its second axis."""
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
 def plan_chunks(
@@ -445,33 +457,39 @@ def _ragged_spans(
         valid, position, offset: as in `SlotPlan`.
     """
     batch_size, length = valid.shape
+    device = valid.device
     # Every field is computed for all spans at once, span by span in memory; a span's part of it is a view.
-    rows = torch.arange(batch_size, device=valid.device).repeat_interleave(heads)
-    first = torch.arange(0, length, chunk, device=valid.device)[:, None]
-    last = (first + (chunk - 1)).clamp(max=length - 1)
-    closes = (valid & ((position + 1) % chunk == 0))[rows, last]
-    keeps = ~(valid & (position == 0))[rows, first]
-    # index after the span's last token
-    inner = valid * (torch.arange(length, device=valid.device) % chunk + 1)
-    ends = F.pad(inner, (0, -length % chunk)).view(batch_size, -1, chunk).amax(-1).T[:, rows]
-    around = torch.arange(tail_size, device=valid.device)[:, None]
-    tails_in = [None] * len(first)
+    rows = torch.arange(batch_size, device=device).repeat_interleave(heads)
+    first_slot = torch.arange(0, length, chunk, device=device)[:, None]
+    last_slot = (first_slot + (chunk - 1)).clamp(max=length - 1)
+    closes = (valid & ((position + 1) % chunk == 0))[rows, last_slot][..., None, None]
+    keeps = ~(valid & (position == 0))[rows, first_slot][..., None, None]
+    inside = _inside_document(position[rows], tail_size).split(chunk, dim=2)
+    # of each span and row, the index after its last token
+    index_after = valid * (torch.arange(length, device=device) % chunk + 1)
+    ends = F.pad(index_after, (0, -length % chunk)).view(batch_size, -1, chunk).amax(-1).T[:, rows]
+    tail_rows = torch.arange(tail_size, device=device)[:, None]
+    tail_in = None
     if offset is not None:
         # The call begins with empty slots, and the tail goes before its first token.
         offset = offset[rows]
         ends[0] = torch.where(ends[0] == 0, offset, ends[0])
-        tails_in[0] = offset[:, None, None] + around
-    starts = range(0, length, chunk)
-    fields = (
-        starts,
-        (min(start + chunk, length) for start in starts),
-        closes[..., None, None].unbind(),
-        keeps[..., None, None].unbind(),
-        _inside_document(position[rows], tail_size).split(chunk, dim=2),
-        tails_in,
-        (ends[..., None, None] + around).unbind(),
-    )
-    return [ChunkSpan(*span) for span in zip(*fields, strict=True)]
+        tail_in = offset[:, None, None] + tail_rows
+    tail_out = ends[..., None, None] + tail_rows
+    spans = []
+    for index, start in enumerate(range(0, length, chunk)):
+        spans.append(
+            ChunkSpan(
+                start,
+                stop=min(start + chunk, length),
+                closes=closes[index],
+                keeps=keeps[index],
+                inside=inside[index],
+                tail_in=tail_in if index == 0 else None,
+                tail_out=tail_out[index],
+            )
+        )
+    return spans
 
 
 def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
@@ -483,7 +501,9 @@ def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -
 
 def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
     """`ChunkSpan.inside` [K - 1, b, S, 1] for slots at `position` [b, S] of their document."""
-    return torch.stack([position >= steps for steps in range(tail_size, 0, -1)] or [position.bool()]).unsqueeze(-1)
+    if not tail_size:
+        return torch.stack([position.bool()]).unsqueeze(-1)
+    return torch.stack([position >= steps for steps in range(tail_size, 0, -1)]).unsqueeze(-1)
 
 
 def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:

@@ -45,7 +45,8 @@ class ContinuumLevel(nn.Module):
         normed = self.norm(hidden_states)
         if deltas is None:
             return self.down_proj(self.act_fn(self.gate_proj(normed)) * self.up_proj(normed))
-        gate, up = (self._moved(name, normed, deltas) for name in ("gate_proj", "up_proj"))
+        gate = self._moved("gate_proj", normed, deltas)
+        up = self._moved("up_proj", normed, deltas)
         return self._moved("down_proj", self.act_fn(gate) * up, deltas)
 
     def _moved(self, name: str, inputs: torch.Tensor, deltas: dict[str, list[Taught]]) -> torch.Tensor:
@@ -91,13 +92,15 @@ class ContinuumMemory(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, block: int | None = None):
         super().__init__()
-        levels = range(len(config.level_periods))
-        self.levels = nn.ModuleList([ContinuumLevel(config, level, block) for level in levels])
+        self.levels = nn.ModuleList()
+        for level in range(len(config.level_periods)):
+            self.levels.append(ContinuumLevel(config, level, block))
 
     def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
         """[B, T, hidden_size]."""
         for level in self.levels:
-            hidden_states = hidden_states + level(hidden_states, deltas and deltas.get(level.level))
+            deltas_of_level = deltas.get(level.level) if deltas else None
+            hidden_states = hidden_states + level(hidden_states, deltas_of_level)
         return hidden_states
 
 
@@ -112,9 +115,12 @@ class IndependentContinuum(ContinuumMemory):
 
     def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
         """[B, T, hidden_size]."""
-        outputs = [level(hidden_states, deltas and deltas.get(level.level)) for level in self.levels]
         weights = self.mix(hidden_states.dtype)
-        return hidden_states + sum(weight * output for weight, output in zip(weights, outputs, strict=True))
+        total = 0
+        for level, weight in zip(self.levels, weights, strict=True):
+            deltas_of_level = deltas.get(level.level) if deltas else None
+            total = total + weight * level(hidden_states, deltas_of_level)
+        return hidden_states + total
 
 
 # The class of levels of each `HopeConfig.level_variant`.

@@ -111,7 +111,7 @@ def mix(
             if texts is not None:
                 # the tail's oldest inputs may be those of the document before
                 age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
-                current, tail = texts.begin(current), texts.begin(tail, age)
+                current, tail = texts.gather_states(current), texts.gather_states(tail, age)
             # [n, H D, K] of each stream; the convolution ignores the first column
             tails = [part.mT.flatten(1, 2) for part in F.pad(tail, (0, 0, 1, 0)).chunk(3, dim=-1)]
         # convolutions, SiLU, normalisation
@@ -146,7 +146,7 @@ def mix(
     tail = torch.cat([part[..., 1:].unflatten(1, (heads, -1)).mT for part in tails_after], dim=-1).to(torch.float32)
     if texts is not None:
         current, tail_before = (None, None) if state is None else (*state.current, state.conv_tail)
-        after, tail = texts.end(after, current), texts.end(tail, tail_before)
+        after, tail = texts.scatter_states(after, current), texts.scatter_states(tail, tail_before)
     return output, ScanState((after,), (), tail)
 
 

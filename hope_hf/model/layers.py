@@ -173,7 +173,9 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads * config.head_dim, 1, config.conv_kernel_size))
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.weight.to(dtype, copy=True).view(self.heads, -1, self.weight.shape[-1]).permute(2, 0, 1)
+        weight = self.weight.to(dtype, copy=True)
+        # [H D, 1, K] to [K, H, D]
+        return weight.view(self.heads, -1, weight.shape[-1]).permute(2, 0, 1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -196,7 +198,9 @@ def with_tail(raw: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.T
     Where the call begins with empty slots, the tail stands once more, right before the first token.
     """
     padded = torch.cat([tail, raw], dim=1)
-    return padded if span.tail_in is None else padded.scatter(1, span.tail_in.expand_as(tail), tail)
+    if span.tail_in is None:
+        return padded
+    return padded.scatter(1, span.tail_in.expand_as(tail), tail)
 
 
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
@@ -216,9 +220,12 @@ def convolve(
         tail: last inputs before the span [b, K - 1, X].
         conv_weights: [K, b or 1, 1, X], the oldest token's first.
     """
-    tail_size, length, padded = tail.shape[1], raw.shape[1], with_tail(raw, tail, span)
+    tail_size, length = tail.shape[1], raw.shape[1]
+    padded = with_tail(raw, tail, span)
     mixed = conv_weights[tail_size] * padded[:, tail_size:]
     for k in range(tail_size):
-        term = padded[:, k : k + length]
-        mixed = mixed + conv_weights[k] * (term if span.inside is None else term * span.inside[k])
+        earlier = padded[:, k : k + length]
+        if span.inside is not None:
+            earlier = earlier * span.inside[k]
+        mixed = mixed + conv_weights[k] * earlier
     return mixed, tail_after(padded, tail, span)

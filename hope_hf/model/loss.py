@@ -24,36 +24,37 @@ class _Loss(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, has_backward):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # `needs_input_grad` is true for leaves even under `no_grad`
-        for_hidden, for_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        hidden_learns = has_backward and ctx.needs_input_grad[0]
+        weight_learns = has_backward and ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden) if hidden_learns else None
         # wider dtype, since the gradient sums many chunks
-        grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if weight_learns else None
         loss = hidden.new_zeros((), dtype=wide)
         # CPUs make the gradients in the memory of the logits. Chunks have as many of both as the weight has numbers.
         in_place = hidden.dtype == wide and hidden.device.type == "cpu"
         chunk = max(1, hidden.shape[-1] // (1 if in_place else 2))
         for start in range(0, len(hidden), chunk):
-            targets = labels[start : start + chunk, None]
+            tokens = slice(start, start + chunk)
+            targets = labels[tokens, None]
             ignored = targets == IGNORED
-            part, targets = hidden[start : start + chunk].masked_fill(ignored, 0.0), targets.masked_fill(ignored, 0)
-            logits = part @ weight.mT
+            targets = targets.masked_fill(ignored, 0)
+            hidden_of_chunk = hidden[tokens].masked_fill(ignored, 0.0)
+            logits = hidden_of_chunk @ weight.mT
             # of each token, the target's distance to the largest logit
-            below = logits.amax(-1, keepdim=True).to(wide) - logits.gather(-1, targets)
-            gradient = torch.softmax(logits, -1, dtype=wide, out=logits if in_place else None)
+            below_largest = logits.amax(-1, keepdim=True).to(wide) - logits.gather(-1, targets)
+            shares = torch.softmax(logits, -1, dtype=wide, out=logits if in_place else None)
             # The largest share is 1 over the sum of exponentials. The target's may be 0 in float32.
-            loss += (below - gradient.amax(-1, keepdim=True).log_()).masked_fill_(ignored, 0.0).sum()
-            if not (for_hidden or for_weight):
+            log_largest = shares.amax(-1, keepdim=True).log_()
+            loss += (below_largest - log_largest).masked_fill_(ignored, 0.0).sum()
+            if not (hidden_learns or weight_learns):
                 continue
             # softmax minus one-hot
-            gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand_as(targets))
-            gradient = gradient.to(hidden.dtype)
-            if for_hidden:
-                torch.mm(gradient, weight, out=grad_hidden[start : start + chunk]).masked_fill_(ignored, 0.0)
-            if for_weight and hidden.dtype == wide:
-                grad_weight.addmm_(gradient.mT, part)
-            elif for_weight:
-                for rows, columns in zip(grad_weight.split(_ROWS), gradient.split(_ROWS, dim=1), strict=True):
-                    rows += columns.mT @ part
+            grad_logits = shares.scatter_add_(-1, targets, shares.new_full((), -1.0).expand_as(targets))
+            grad_logits = grad_logits.to(hidden.dtype)
+            if hidden_learns:
+                torch.mm(grad_logits, weight, out=grad_hidden[tokens]).masked_fill_(ignored, 0.0)
+            if weight_learns:
+                _add_weight_gradient(grad_weight, grad_logits, hidden_of_chunk)
         ctx.save_for_backward(grad_hidden, grad_weight, (labels != IGNORED).any())
         ctx.weight_dtype = weight.dtype
         return loss
@@ -72,6 +73,16 @@ class _Loss(torch.autograd.Function):
                 torch.mul(rows, scale, out=target)
             grad_weight = scaled
         return grad_hidden, grad_weight, None, None
+
+
+def _add_weight_gradient(grad_weight: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add `grad_logits^T hidden` of a chunk's tokens to the gradient [V, D], which may be of a wider dtype."""
+    if grad_weight.dtype == hidden.dtype:
+        grad_weight.addmm_(grad_logits.mT, hidden)
+        return
+    columns = grad_logits.split(_ROWS, dim=1)
+    for rows, columns_of_rows in zip(grad_weight.split(_ROWS), columns, strict=True):
+        rows += columns_of_rows.mT @ hidden
 
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

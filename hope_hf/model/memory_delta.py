@@ -117,25 +117,32 @@ class DeltaMemories(NamedTuple):
 
             (I + rho L) A = K W_0 + e^T K S - V,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
         """
-        (state,), (keys, values, queries, rate, log_retention, erased) = state.current, tokens
+        (deviation,) = state.current
+        keys, values, queries = tokens.keys, tokens.values, tokens.queries
         width = keys.shape[-1]
-        total = log_retention.cumsum(-1)
+        total = tokens.log_retention.cumsum(-1)
         decay_from_start = total.exp().unsqueeze(-1)
-        decay = decay_matrix(total, total) * rate.unsqueeze(-2)
+        decay = decay_matrix(total, total) * tokens.rate.unsqueeze(-2)
         lower = (keys @ keys.mT * decay).tril(-1)
         # K W_0 of each memory
         initial = torch.cat([keys] * len(self.projected) + [keys @ self.initial], dim=-1)
-        right = initial + decay_from_start * (keys @ state) - values.repeat(1, 1, len(self.rate_factors))
+        targets = values.repeat(1, 1, len(self.rate_factors))
+        right = initial + decay_from_start * (keys @ deviation) - targets
         # times rho
-        errors = [
-            torch.linalg.solve_triangular(factor * lower, part, upper=False, unitriangular=True) * factor
-            for factor, part in zip(self.rate_factors, right.split(width, dim=-1), strict=True)
-        ]
-        own = values if erased is None else values * erased.unsqueeze(-1)
-        reads = self.initial_read(queries, own) + decay_from_start * (queries @ state[..., -width:])
+        errors = []
+        for factor, right_of_memory in zip(self.rate_factors, right.split(width, dim=-1), strict=True):
+            solved = torch.linalg.solve_triangular(
+                factor * lower, right_of_memory, upper=False, unitriangular=True
+            )
+            errors.append(solved * factor)
+        own_values = values if tokens.erased is None else values * tokens.erased.unsqueeze(-1)
+        content = deviation[..., -width:]
+        reads = self.initial_read(queries, own_values) + decay_from_start * (queries @ content)
         reads = reads - (queries @ keys.mT * decay) @ errors[-1]
-        written = (rate * (total[:, -1:] - total).exp()).unsqueeze(-1) * keys
-        return reads, (decay_from_start[:, -1:] * state - written.mT @ torch.cat(errors, dim=-1),)
+        decay_to_end = (total[:, -1:] - total).exp()
+        written_keys = (tokens.rate * decay_to_end).unsqueeze(-1) * keys
+        decayed = decay_from_start[:, -1:] * deviation
+        return reads, (decayed - written_keys.mT @ torch.cat(errors, dim=-1),)
 
     def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`q W_0 + d v`, the reads [b, C, D] of a content memory without writes."""

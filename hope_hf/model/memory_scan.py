@@ -41,9 +41,19 @@ class ScanInputs(NamedTuple):
 
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
         """The inputs of successive groups of `sizes` slots."""
-        # `split` is one autograd node per tensor; slices would each pad their gradient with zeros
-        parts = [[None] * len(sizes) if part is None else part.split(sizes, dim=1) for part in self]
-        return [ScanInputs(*run) for run in zip(*parts, strict=True)]
+        groups_by_field = []
+        for part in self:
+            if part is None:
+                groups_by_field.append([None] * len(sizes))
+            else:
+                # `split` is one autograd node per tensor; slices would each pad their gradient with zeros
+                groups_by_field.append(part.split(sizes, dim=1))
+        return [ScanInputs(*group) for group in zip(*groups_by_field, strict=True)]
+
+    def tokens(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, cut: slice) -> "Tokens":
+        """The tokens of a span, with its keys, values and queries [b, C, D] and the gates at its slots."""
+        erased = None if self.erased is None else self.erased[:, cut]
+        return Tokens(keys, values, queries, self.rate[:, cut], self.log_retention[:, cut], erased)
 
 
 class ScanState(NamedTuple):
@@ -198,7 +208,9 @@ def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) ->
 def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
     """The state before a span, with fresh weights in rows in which a document begins."""
     fresh = memories.fresh()
-    current, chunk_start = (select_rows(span.keeps, weights, fresh[: len(weights)]) for weights in state[:2])
+    current = select_rows(span.keeps, state.current, fresh)
+    # empty if nothing reads the weights of the chunk's start
+    chunk_start = select_rows(span.keeps, state.chunk_start, fresh[: len(state.chunk_start)])
     return state._replace(current=current, chunk_start=chunk_start)
 
 
@@ -219,9 +231,8 @@ def scan_span(
     if span.keeps is not None:
         state = restart(memories, state, span)
     keys, values, queries, tail = make_qkv(inputs, memories, state, span)
-    gates = inputs.rate, inputs.log_retention, inputs.erased
-    gates = (None if gate is None else gate[:, span.start : span.stop] for gate in gates)
-    tokens = Tokens(unit(keys), written_values(inputs, values, span), unit(queries), *gates)
+    values = written_values(inputs, values, span)
+    tokens = inputs.tokens(unit(keys), values, unit(queries), slice(span.start, span.stop))
     reads, current = memories.write_and_read(state, tokens)
     return reads, close_span(state, span, current, tail)
 
@@ -230,10 +241,11 @@ def _scan_spans(
     inputs: ScanInputs, memories: Memories, state: ScanState, spans: list[ChunkSpan]
 ) -> tuple[torch.Tensor, ScanState]:
     """Reads [b, S, D] of `spans`, of which the first begins at slot 0 of `inputs`."""
-    reads, before = [], spans[0].start
+    reads = []
+    first_slot = spans[0].start
     for span in spans:
-        span = span._replace(start=span.start - before, stop=span.stop - before)
-        read, state = scan_span(inputs, memories, state, span)
+        moved = span._replace(start=span.start - first_slot, stop=span.stop - first_slot)
+        read, state = scan_span(inputs, memories, state, moved)
         reads.append(read)
     return torch.cat(reads, dim=1), state
 
@@ -253,16 +265,19 @@ def scan_plain(
             last such group always keeps its activations, since the backward pass begins with it.
     """
     # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
-    stride = recompute if recompute and torch.is_grad_enabled() and not is_transformed() else len(spans)
+    recomputes = recompute > 0 and torch.is_grad_enabled() and not is_transformed()
+    stride = recompute if recomputes else len(spans)
     groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
+    sizes = [group[-1].stop - group[0].start for group in groups]
     # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
-    parts = inputs.split([group[-1].stop - group[0].start for group in groups])
+    inputs_of_groups = inputs.split(sizes)
     reads = []
-    for part, group in zip(parts, groups, strict=True):
+    for part, group in zip(inputs_of_groups, groups, strict=True):
         if group is groups[-1]:
             read, state = _scan_spans(part, memories, state, group)
         else:
-            options = dict(use_reentrant=False, preserve_rng_state=False)
-            read, state = checkpoint(_scan_spans, part, memories, state, group, **options)
+            read, state = checkpoint(
+                _scan_spans, part, memories, state, group, use_reentrant=False, preserve_rng_state=False
+            )
         reads.append(read)
     return torch.cat(reads, dim=1), state if need_state else None

@@ -37,15 +37,18 @@ def register(name: str, run: Callable, shapes: Callable) -> None:
 
 def call(name: str, tensors: dict[str, torch.Tensor | None], sizes: list[int], options: str) -> list[torch.Tensor]:
     """The results of the function of that name; tensors that are `None` are left out."""
-    given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     has_gradients = torch.is_grad_enabled()
-    needs = [has_gradients and tensor.requires_grad for tensor in given.values()]
-    return _run(name, list(given.values()), ",".join(given), sizes, options, needs)[:-1]
+    needs = [has_gradients and tensor.requires_grad for tensor in present.values()]
+    *results, _ = _run(name, list(present.values()), ",".join(present), sizes, options, needs)
+    return results
 
 
 def named_tuple(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple | None:
     """The NamedTuple whose fields are among the tensors, or `None`."""
-    return kind(*(tensors[name] for name in kind._fields)) if kind._fields[0] in tensors else None
+    if kind._fields[0] not in tensors:
+        return None
+    return kind(*(tensors[name] for name in kind._fields))
 
 
 @contextmanager
@@ -60,10 +63,12 @@ def _recording(records: bool):
 
 def _record(name, tensors, names, sizes, options, needs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that need a gradient, and the results, with autograd's graph between the two."""
+    leaves = {}
     with _recording(any(needs)), torch.autocast(tensors[0].device.type, enabled=False):
-        given = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needs, strict=True)]
-        results = _FUNCTIONS[name].run(dict(zip(names.split(","), given, strict=True)), sizes, options)
-    return [tensor for tensor in given if tensor.requires_grad], results
+        for key, tensor, need in zip(names.split(","), tensors, needs, strict=True):
+            leaves[key] = tensor.detach().requires_grad_(need)
+        results = _FUNCTIONS[name].run(leaves, sizes, options)
+    return [leaf for leaf in leaves.values() if leaf.requires_grad], results
 
 
 # An operator of any name that `torch.compile` splits CUDA graphs at, since it reads sizes from the device.
@@ -77,10 +82,10 @@ def _run(
     needs: Sequence[bool],
 ) -> list[torch.Tensor]:
     """The results, and an empty tensor that carries autograd's graph to the backward pass."""
-    given, results = _record(name, tensors, names, sizes, options, needs)
+    leaves, results = _record(name, tensors, names, sizes, options, needs)
     carrier = tensors[0].new_empty(0)
-    if given:
-        carrier.recorded = given, results
+    if leaves:
+        carrier.recorded = leaves, results
     return [*(result.detach().contiguous() for result in results), carrier]
 
 
@@ -105,13 +110,16 @@ def _differentiate(
     """Gradients of the tensors that need one."""
     # A second backward pass, or a backend that made another tensor of the carrier, runs the function again.
     recorded = carrier.__dict__.pop("recorded", None)
-    given, results = recorded or _record(name, tensors, names, sizes, options, needs)
-    # a result may depend on none of the tensors that need one
-    pairs = zip(results, gradients, strict=True)
-    known = {result: gradient for result, gradient in pairs if gradient is not None and result.requires_grad}
+    leaves, results = recorded or _record(name, tensors, names, sizes, options, needs)
+    outputs, grad_outputs = [], []
+    for result, gradient in zip(results, gradients, strict=True):
+        # a result may depend on none of the tensors that need one
+        if gradient is not None and result.requires_grad:
+            outputs.append(result)
+            grad_outputs.append(gradient)
     with _recording(True):
-        found = torch.autograd.grad([*known], given, [*known.values()], allow_unused=True, materialize_grads=True)
-    return [gradient.contiguous() for gradient in found]
+        grad_leaves = torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True, materialize_grads=True)
+    return [gradient.contiguous() for gradient in grad_leaves]
 
 
 @_differentiate.register_fake
@@ -120,19 +128,21 @@ def _(name, tensors, names, sizes, options, needs, carrier, gradients):
 
 
 def _keep(ctx, inputs, output) -> None:
-    name, tensors, *ctx.about = inputs
-    ctx.name = name
+    ctx.name, tensors, ctx.names, ctx.sizes, ctx.options, ctx.needs = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[-1])
 
 
 def _backward(ctx, gradients):
     *tensors, carrier = ctx.saved_tensors
-    needs = ctx.about[-1]
-    found = iter(_differentiate(ctx.name, tensors, *ctx.about, carrier, list(gradients[:-1])))
+    found = _differentiate(
+        ctx.name, tensors, ctx.names, ctx.sizes, ctx.options, ctx.needs, carrier, list(gradients[:-1])
+    )
+    remaining = iter(found)
+    grad_tensors = [next(remaining) if need else None for need in ctx.needs]
     # torch takes an empty list of numbers for one of tensors
-    sizes = None if ctx.about[1] else []
-    return None, [next(found) if need else None for need in needs], None, sizes, None, None
+    grad_sizes = None if ctx.sizes else []
+    return None, grad_tensors, None, grad_sizes, None, None
 
 
 _run.register_autograd(_backward, setup_context=_keep)
