@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "the convolution sees the document before",
         "model/layers.py",
-        "mixed = mixed + conv_weights[k] * (term if span.inside is None else term * span.inside[k])",
-        "mixed = mixed + conv_weights[k] * term",
+        "earlier = earlier * span.inside[k]",
+        "earlier = earlier + 0.0",
         "tests/model/test_inputs.py tests/model/test_chunks.py",
     ),
     Mutant(

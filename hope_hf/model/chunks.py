@@ -462,8 +462,8 @@ def _ragged_spans(
     rows = torch.arange(batch_size, device=device).repeat_interleave(heads)
     first_slot = torch.arange(0, length, chunk, device=device)[:, None]
     last_slot = (first_slot + (chunk - 1)).clamp(max=length - 1)
-    closes = (valid & ((position + 1) % chunk == 0))[rows, last_slot][..., None, None]
-    keeps = ~(valid & (position == 0))[rows, first_slot][..., None, None]
+    closes = (valid & ((position + 1) % chunk == 0))[rows, last_slot][..., None, None].unbind()
+    keeps = (~(valid & (position == 0))[rows, first_slot])[..., None, None].unbind()
     inside = _inside_document(position[rows], tail_size).split(chunk, dim=2)
     # of each span and row, the index after its last token
     index_after = valid * (torch.arange(length, device=device) % chunk + 1)
@@ -475,7 +475,7 @@ def _ragged_spans(
         offset = offset[rows]
         ends[0] = torch.where(ends[0] == 0, offset, ends[0])
         tail_in = offset[:, None, None] + tail_rows
-    tail_out = ends[..., None, None] + tail_rows
+    tail_out = (ends[..., None, None] + tail_rows).unbind()
     spans = []
     for index, start in enumerate(range(0, length, chunk)):
         spans.append(
