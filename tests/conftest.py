@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python as warm_program
-from accelerate.state import AcceleratorState
 from hub_server import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.convert import main as convert
-from hope_hf.export import main as export
-from hope_hf.training import main as train
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -110,6 +106,11 @@ def _word_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory) -> Path:
     """The folder of a finished run of two steps with a checkpoint each; layers of every kind. Copy it to change it."""
+    # imported here: most test files run without the programs
+    from accelerate.state import AcceleratorState
+
+    from hope_hf.training import main as train
+
     folder = tmp_path_factory.mktemp("trained")
     kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
     model = _tiny_model(num_hidden_layers=4, layer_types=kinds, sliding_window=6, attention_sinks=2)
@@ -136,6 +137,8 @@ def trained_run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def exported(trained_run) -> Path:
     """`hope-hf export` of `trained_run`, which has loaded it in a process without the package. Do not change it."""
+    from hope_hf.export import main as export
+
     folder = trained_run.parent / "small-hope"
     assert export([str(trained_run), "--to", str(folder), "--license", "mit"]) == 0
     return folder
@@ -144,6 +147,8 @@ def exported(trained_run) -> Path:
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory) -> Path:
     """`hope-hf convert` of a small Llama in the folder `llama` beside it. Do not change it."""
+    from hope_hf.convert import main as convert
+
     folder = tmp_path_factory.mktemp("converted")
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     torch.manual_seed(0)
