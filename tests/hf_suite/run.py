@@ -49,17 +49,23 @@ def main(arguments: list[str]) -> int:
 
 
 def run_suite(suite: Path, report: Path, arguments: list[str]) -> None:
-    """pytest in its own process, in which `tests` is transformers'."""
-    paths = [str(ROOT / "tests/hf_suite/common.py"), *sorted({str(suite / file) for file, _ in PEERS.values()})]
-    settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+    """The common tests of ours and of the peers."""
+    tests = [ROOT / "tests/hf_suite/common.py", *sorted({suite / file for file, _ in PEERS.values()})]
+    run_pytest(suite, tests, report, suite, arguments)
+
+
+def run_pytest(suite: Path, tests: list[Path], report: Path, folder: Path, arguments: list[str]) -> None:
+    """pytest in a process of its own, in which `tests` is that of `suite`; it runs in `folder` and writes `report`."""
+    paths = [str(suite), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(suite), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", *settings, *paths, f"--junitxml={report}", *arguments]
-    subprocess.run(command, env=environment, cwd=suite)
+    settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", *settings, *map(str, tests), f"--junitxml={report}", *arguments]
+    subprocess.run(command, env=environment, cwd=folder)
 
 
 def read_report(report: Path) -> dict[str, dict[str, str]]:
@@ -67,7 +73,9 @@ def read_report(report: Path) -> dict[str, dict[str, str]]:
     outcomes: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        outcome = "skipped" if "skipped" in kinds else "passed"
+        if kinds & {"failure", "error"}:
+            outcome = "failed"
         outcomes.setdefault(case.get("classname").rpartition(".")[2], {})[case.get("name")] = outcome
     return outcomes
 

@@ -6,7 +6,6 @@ Further arguments go to pytest. Exit status 1 if a test fails that Mamba-2 passe
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hope_hf import HopeConfig, HopeForCausalLM  # noqa: E402
-from tests.hf_suite.run import read_report  # noqa: E402
+from tests.hf_suite.run import read_report, run_pytest  # noqa: E402
 
 # Names of models and data on the Hub that single tests load: all are replaced by our tiny ones.
 HUB_MODELS = [
@@ -95,18 +94,9 @@ def write_workplace(folder: Path, model: PreTrainedModel) -> None:
 
 
 def run_suite(suite: Path, folder: Path, arguments: list[str]) -> dict[str, str]:
-    """pytest in its own process, in which `tests` is PEFT's. Returns {test: passed, skipped or failed}."""
+    """PEFT's tests of decoder models in `folder`, which has the model. Returns {test: passed, skipped or failed}."""
     report = folder / "report.xml"
-    settings = ["-c", os.devnull, "--rootdir", str(suite), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(suite), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-    }
-    tests = str(ROOT / "tests/peft_suite/common.py")
-    command = [sys.executable, "-m", "pytest", *settings, tests, f"--junitxml={report}", *arguments]
-    subprocess.run(command, env=environment, cwd=folder)
+    run_pytest(suite, [ROOT / "tests/peft_suite/common.py"], report, folder, arguments)
     return read_report(report).get("TestDecoderModels", {})
 
 
