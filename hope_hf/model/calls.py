@@ -6,7 +6,9 @@ names (`Mixer.needs`); the model writes the cache.
 Axes: B row, T token of the call.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +21,13 @@ from .cache_hope import HopeCache, functional_layers, past_of
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
-from .frozen_reading import reads_frozen
 from .level_learning import taught_by_block
 from .mixers import MIXERS
 from .rotary import check_reach
 from .window_attention import plan_window, window_positions
+
+# The models that this thread (or asynchronous task) reads with frozen memories.
+_FROZEN: ContextVar[frozenset[nn.Module]] = ContextVar("frozen_memories", default=frozenset())
 
 
 @dataclass
@@ -138,6 +142,27 @@ def plan_tokens(
         plans["window"] = window
         plans["window_positions"] = window_positions(config, trunk.rotary_emb, hidden_states, window)
     return plans
+
+
+def reads_frozen(trunk: nn.Module, asked: bool | None = None) -> bool:
+    """Whether a call of a trunk is frozen: as it is `asked`, else if it is inside `frozen_memories`."""
+    # the tracer cannot read a context variable
+    if asked is not None or torch.compiler.is_compiling():
+        return bool(asked)
+    return trunk in _FROZEN.get()
+
+
+class FreezesMemories:
+    """Models whose memories can stay as they are during a call."""
+
+    @contextmanager
+    def frozen_memories(self) -> Iterator[None]:
+        """Inside, this thread reads with frozen memories; other threads do not. See `hope_hf.frozen_memories`."""
+        token = _FROZEN.set(_FROZEN.get() | {self.base_model})
+        try:
+            yield
+        finally:
+            _FROZEN.reset(token)
 
 
 def check_inputs(

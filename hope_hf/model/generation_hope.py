@@ -11,11 +11,10 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
 from .cache_hope import CACHE_NAME, HopeCache, Snapshot, past_of, takes_cache
-from .calls import check_inputs
+from .calls import check_inputs, reads_frozen
 from .chunks import begins_with
 from .configuration_hope import HopeConfig
 from .documents import boundaries_of, check_mask, check_mask_values, later_begins
-from .frozen_reading import reads_frozen
 
 logger = logging.get_logger(__name__)
 # Before 5.21, a prefill in chunks treats a filled cache as empty.

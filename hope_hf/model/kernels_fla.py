@@ -17,7 +17,7 @@ Axes of the scan as in `memory_scan`, of sparse attention as in `sparse_branches
 import importlib.metadata
 import importlib.util
 import os
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch.torch_version import TorchVersion
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import VARIABLE, asked_kernels
-from .chunks import ChunkPlan
+from .chunks import ChunkPlan, Sequences
 from .memory_delta import DeltaMemories
 from .memory_scan import NORM_EPSILON, ScanState
 from .sparse_branches import SparseSizes
@@ -86,68 +86,104 @@ def mix(
     The kernels take the documents of all rows one after the other, without padding (`chunks.Sequences`); rows that are
     one document each stay as they are.
     """
-    try:
-        from fla.modules.causal_conv1d import causal_conv1d
-        from fla.modules.norm.fused_norm_gate import rms_norm_gated
-        from fla.modules.norm.l2norm import l2norm
-    except ImportError as error:
-        raise _does_not_load(error) from error
-    heads, shape, texts = mixer.config.num_memory_heads, hidden_states.shape[:2], plan.sequences
-    x, bounds = hidden_states, None
-    if texts is not None:
-        x, bounds = texts.gather(hidden_states), texts.bounds
-        if not x.shape[1]:
-            # padding alone
-            return torch.zeros_like(hidden_states), state
+    heads, shape = mixer.config.num_memory_heads, hidden_states.shape[:2]
+    sequences = plan.sequences
+    x = hidden_states if sequences is None else sequences.gather(hidden_states)
+    if not x.shape[1]:
+        # padding alone
+        return torch.zeros_like(hidden_states), state
+    bounds = None if sequences is None else sequences.bounds
     # linear maps and gates
-    made = [project(x) for project in (mixer.k_proj, mixer.v_proj, mixer.q_proj)]
+    raw = [mixer.k_proj(x), mixer.v_proj(x), mixer.q_proj(x)]
     gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
-    rate, log_retention, norm, erased = mixer.gates(x, plan.is_frozen)
+    rate, log_retention, value_norm, erased = mixer.gates(x, plan.is_frozen)
     dtype = gate.dtype
     with torch.autocast(x.device.type, enabled=False):
-        current, tails = None, (None,) * 3
-        if state is not None:
-            (current,), _, tail = state
-            if texts is not None:
-                # the tail's oldest inputs may be those of the document before
-                age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
-                current, tail = texts.gather_states(current), texts.gather_states(tail, age)
-            # [n, H D, K] of each stream; the convolution ignores the first column
-            tails = [part.mT.flatten(1, 2) for part in F.pad(tail, (0, 0, 1, 0)).chunk(3, dim=-1)]
-        # convolutions, SiLU, normalisation
-        streams, tails_after = [], []
-        for raw, convolution, tail in zip(made, (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d), tails, strict=True):
-            # [K, H, D] to [H D, K], as the weights lie in memory
-            taps = convolution(torch.float32).permute(1, 2, 0).flatten(0, 1)
-            stream, after = causal_conv1d(
-                raw, taps, initial_state=tail, output_final_state=need_state, activation="silu", cu_seqlens=bounds
-            )
-            streams.append(stream.unflatten(-1, (heads, -1)))
-            tails_after.append(after)
-        keys, values, queries = streams
-        keys, queries = l2norm(keys, NORM_EPSILON), l2norm(queries, NORM_EPSILON)
-        if norm is not None:
-            values = l2norm(values, NORM_EPSILON) * norm.to(dtype).unsqueeze(-1)
+        current, tails = _states_of_sequences(state, sequences)
+        keys, values, queries, tails_after = _convolve_and_normalise(
+            mixer, raw, tails, value_norm, bounds=bounds, need_state=need_state
+        )
         # writes and reads
         (initial,) = mixer.initial_memory(dtype)
         # before the scan, so that the backward pass adds to its gradients, which lie as the norms read them
-        targets, held = values + _per_head(keys, -initial), _per_head(queries, initial)
-        reads, after = _scan(queries, keys, targets, log_retention, rate, current, need_state, bounds, shape[1] == 1)
+        targets = values + _per_head(keys, -initial)
+        reads_of_initial = _per_head(queries, initial)
+        is_token = shape[1] == 1
+        reads, after = _scan(queries, keys, targets, log_retention, rate, current, need_state, bounds, is_token)
         share = mixer.value_share(dtype).unsqueeze(-1)
-        share = share if erased is None else share * erased.to(dtype).unsqueeze(-1)
-        reads = torch.addcmul(reads + held, values, share)
-        # norm, gate
-        gated = mixer.o_norm(reads, lambda x, weight, eps: rms_norm_gated(x, gate, weight, None, eps=eps))
+        if erased is not None:
+            share = share * erased.to(dtype).unsqueeze(-1)
+        reads = torch.addcmul(reads + reads_of_initial, values, share)
+        gated = mixer.o_norm(reads, partial(_gated_norm, gate=gate))
     output = mixer.o_proj(gated.flatten(2))
-    if texts is not None:
-        output = texts.scatter(output, shape)
+    if sequences is not None:
+        output = sequences.scatter(output, shape)
     if not need_state:
         return output, None
-    tail = torch.cat([part[..., 1:].unflatten(1, (heads, -1)).mT for part in tails_after], dim=-1).to(torch.float32)
-    if texts is not None:
-        current, tail_before = (None, None) if state is None else (*state.current, state.conv_tail)
-        after, tail = texts.scatter_states(after, current), texts.scatter_states(tail, tail_before)
+    # without the column that the convolution ignores, [n, H D, K] to [n, H, K - 1, D] of each stream
+    streams_of_tail = [tail[..., 1:].unflatten(1, (heads, -1)).mT for tail in tails_after]
+    tail = torch.cat(streams_of_tail, dim=-1).to(torch.float32)
+    if sequences is not None:
+        current_before = None if state is None else state.current[0]
+        tail_before = None if state is None else state.conv_tail
+        after = sequences.scatter_states(after, current_before)
+        tail = sequences.scatter_states(tail, tail_before)
     return output, ScanState((after,), (), tail)
+
+
+def _states_of_sequences(
+    state: ScanState | None, sequences: Sequences | None
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """The content memory's deviation before each of n sequences [n, H, D, D], and the tails of k, v and q [n, H D, K].
+
+    `None`s at a text's start.
+    """
+    if state is None:
+        return None, [None, None, None]
+    (current,), tail = state.current, state.conv_tail
+    if sequences is not None:
+        # the tail's oldest inputs may be those of the document before
+        age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
+        current = sequences.gather_states(current)
+        tail = sequences.gather_states(tail, min_age=age)
+    # the convolution ignores the first column
+    padded = F.pad(tail, (0, 0, 1, 0))
+    return current, [part.mT.flatten(1, 2) for part in padded.chunk(3, dim=-1)]
+
+
+def _convolve_and_normalise(
+    mixer, raw: list[torch.Tensor], tails: list, value_norm: torch.Tensor | None, *, bounds, need_state: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
+    """Keys, values and queries [B, T, H, D] of the maps' outputs [B, T, H D], and the tails for the next call."""
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.modules.norm.l2norm import l2norm
+    except ImportError as error:
+        raise _does_not_load(error) from error
+    convolutions = (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d)
+    streams, tails_after = [], []
+    for stream, convolution, tail in zip(raw, convolutions, tails, strict=True):
+        # [K, H, D] to [H D, K], as the weights lie in memory
+        weights = convolution(torch.float32).permute(1, 2, 0).flatten(0, 1)
+        convolved, tail_after = causal_conv1d(
+            stream, weights, initial_state=tail, output_final_state=need_state, activation="silu", cu_seqlens=bounds
+        )
+        streams.append(convolved.unflatten(-1, (mixer.config.num_memory_heads, -1)))
+        tails_after.append(tail_after)
+    keys, values, queries = streams
+    keys, queries = l2norm(keys, NORM_EPSILON), l2norm(queries, NORM_EPSILON)
+    if value_norm is not None:
+        values = l2norm(values, NORM_EPSILON) * value_norm.to(values.dtype).unsqueeze(-1)
+    return keys, values, queries, tails_after
+
+
+def _gated_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, gate: torch.Tensor) -> torch.Tensor:
+    """`layers.gated_norm` by a kernel."""
+    try:
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    except ImportError as error:
+        raise _does_not_load(error) from error
+    return rms_norm_gated(x, gate, weight, None, eps=epsilon)
 
 
 def is_expected(config: PreTrainedConfig) -> bool:

@@ -24,10 +24,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import HopeAttention
 from .backends import FAST, borrow_fast_paths
 from .cache_hope import CACHE_NAME, takes_cache
-from .calls import Call, check_labels, prepare_call
+from .calls import Call, FreezesMemories, check_labels, prepare_call
 from .configuration_hope import HopeConfig
 from .continuum import CONTINUA, ContinuumMemory
-from .frozen_reading import FreezesMemories
 from .generation_hope import HopeGenerationMixin
 from .layers import HopeRMSNorm
 from .level_reading import LearnsFromText
