@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import transformers
@@ -45,24 +46,23 @@ class Schedule:
     def fractions(self, peak: float) -> Callable[[int], float]:
         """The fraction by the number of steps done (those of the run). `peak`: the peak learning rate, to which
         absolute settings such as `min_lr` refer."""
-        steps = self.end - self.begin
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
-        (factor,) = transformers.get_scheduler(
+        scheduler = transformers.get_scheduler(
             self.kind,
-            optimizer,
+            torch.optim.SGD([torch.zeros(1)], lr=peak),
             num_warmup_steps=self.warmup,
-            num_training_steps=steps,
+            num_training_steps=self.end - self.begin,
             scheduler_specific_kwargs=self.settings,
-        ).lr_lambdas
+        )
+        (factor,) = scheduler.lr_lambdas
+        return partial(self._fraction, factor)
 
-        def fraction(step: int) -> float:
-            done = step - self.begin
-            share = factor(done if self.kind in ENDLESS else min(done, steps))
-            if done < self.warmup:
-                share = self.first + (1 - self.first) * share
-            return share
-
-        return fraction
+    def _fraction(self, factor: Callable[[int], float], step: int) -> float:
+        done = step - self.begin
+        last = done if self.kind in ENDLESS else self.end - self.begin
+        share = factor(min(done, last))
+        if done < self.warmup:
+            share = self.first + (1 - self.first) * share
+        return share
 
     def check(self, peak: float) -> None:
         """ValueError if the settings do not fit the kind, or give fractions outside of 0 to 1."""

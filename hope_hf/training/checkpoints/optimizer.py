@@ -233,8 +233,8 @@ class _StateFiles:
     def _read_tensor(self, tensor: Tensor, start: int, parameter: str, key: str) -> None:
         name, stored = f"{parameter}:{key}", self._slices[parameter]
         try:
-            for piece in stored:
-                if piece.file.get_slice(name)[:0].dtype != tensor.dtype:
+            for part in stored:
+                if part.file.get_slice(name)[:0].dtype != tensor.dtype:
                     raise TypeError(f"{name} is not of {dtype_name(tensor.dtype)}")
             read_slices(tensor, start, name, stored)
         except (LookupError, SafetensorError, TypeError) as error:

@@ -112,9 +112,9 @@ def _require_rank_state(state: dict, file: Path) -> None:
         raise not_of_a_run(file, "carried is no dict of tensors")
     if not isinstance(state.get("rng"), dict):
         raise not_of_a_run(file, "rng is no dict")
-    # Of a stream, its own places.
-    rows = data.get("rows", 0 if "packers" in data else None) if isinstance(data, dict) else None
-    if type(rows) is not int or not 0 <= rows < 2**53:
+    rows = data.get("rows") if isinstance(data, dict) else None
+    is_stream = isinstance(data, dict) and "rows" not in data and "packers" in data
+    if not is_stream and (type(rows) is not int or not 0 <= rows < 2**53):
         raise not_of_a_run(file, "data is no place in a text")
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -90,19 +90,19 @@ class RunFolder:
         these steps stay for good, also under later commands without it. A changed run keeps all its commands.
         """
 
-        def create() -> dict:
-            before = self._read(identity, changeable)
-            if before is None:
-                record = self._new_record(identity, defaults or {}, begun_from)
-            else:
-                record = _continued_record(before, identity)
-            if keep_every is not None:
-                record["keep_every"] = sorted({*record.get("keep_every", ()), keep_every})
-            if record != before and not self._only_looks:
-                self._write(record)
-            return record
+        new = partial(self._new_record, identity, defaults or {}, begun_from)
+        return on_first_process(self._accelerator, partial(self._open, identity, changeable, new, keep_every))
 
-        return on_first_process(self._accelerator, create)
+    def _open(
+        self, identity: dict, changeable: Collection[str], new: Callable[[], dict], keep_every: int | None
+    ) -> dict:
+        before = self._read(identity, changeable)
+        record = new() if before is None else _continued_record(before, identity)
+        if keep_every is not None:
+            record["keep_every"] = sorted({*record.get("keep_every", ()), keep_every})
+        if record != before and not self._only_looks:
+            self._write(record)
+        return record
 
     def _new_record(self, identity: dict, defaults: dict[str, Default], begun_from: str | None) -> dict:
         record = {"identity": identity, "complete": False, "run_id": uuid.uuid4().hex[:12], **provenance()}
@@ -235,14 +235,14 @@ def is_open(record: dict, identity: dict) -> bool:
 
 
 def require_same_run(
-    place: object,
+    source: object,
     ours: dict,
     theirs: dict,
     changeable: Collection[str] = (),
     has_checkpoint: bool = True,
     command: str = "",
 ):
-    """ValueError if the identity `ours` differs from that of the run in `place` in other keys than `changeable`.
+    """ValueError if the identity `ours` differs from that of the run in `source` in other keys than `changeable`.
 
     `command`: the run's command in brackets, if it is known.
     """
@@ -257,25 +257,25 @@ def require_same_run(
         elif name in Arguments.CHANGEABLE and not regrouped:
             change = " or give --resume_from_checkpoint latest to continue it with this change,"
         if name == "data":
-            said = difference_of_text(theirs.get(TEXT_FILES, {}), ours.get(TEXT_FILES, {}))
-            said = said or "the flags name the same data, but their text or tokenizer has changed"
+            difference = difference_of_text(theirs.get(TEXT_FILES, {}), ours.get(TEXT_FILES, {}))
+            difference = difference or "the flags name the same data, but their text or tokenizer has changed"
             raise ValueError(
-                f"{place} holds another run: {said}; put it back to continue the run,{change} or begin one on the new "
-                "text from these weights, with --model_name_or_path and another --output_dir."
+                f"{source} holds another run: {difference}; put it back to continue the run,{change} or begin one on "
+                "the new text from these weights, with --model_name_or_path and another --output_dir."
             )
         if name == WEIGHTS:
             raise ValueError(
-                f"{place} holds another run: --model_name_or_path {ours[_MODEL]} has other weights than "
+                f"{source} holds another run: --model_name_or_path {ours[_MODEL]} has other weights than "
                 f"{theirs[_MODEL]} had when it began; name that model,{change} or choose another folder."
             )
         if name == "rows_per_step":
             raise ValueError(
-                f"{place} holds another run: a step had {theirs[name]} rows and has {ours[name]} now; choose "
+                f"{source} holds another run: a step had {theirs[name]} rows and has {ours[name]} now; choose "
                 "--per_device_train_batch_size and --gradient_accumulation_steps so that their product with the "
                 f"number of processes is {theirs[name]},{change} or choose another folder."
             )
         raise ValueError(
-            f"{place} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
+            f"{source} holds another run: {name} was {theirs[name]!r} and is now {ours[name]!r}; "
             f"repeat its flags to continue it{command},{change} or choose another folder."
         )
 

@@ -53,8 +53,9 @@ def main(argv: list[str]) -> int:
     folder = Path(options.dir)
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
-    if not folder.name.startswith("checkpoint-") and (newest := latest_checkpoint(folder)):
-        folder = newest.folder
+    if not folder.name.startswith("checkpoint-"):
+        newest = latest_checkpoint(folder)
+        folder = folder if newest is None else newest.folder
     if options.command == "info":
         print(_info(folder))
         return printed()
@@ -72,8 +73,9 @@ def _info(folder: Path) -> str:
         state = json.loads(manifest.path("trainer.json").read_text(encoding="utf-8"))
         facts = {"step": manifest.step, "num_processes": manifest.facts["num_processes"], **state}
         # The flags and the counters of the run are nested dicts.
-        for group in [name for name, value in facts.items() if isinstance(value, dict)]:
-            facts |= facts.pop(group)
+        for name, value in list(facts.items()):
+            if isinstance(value, dict):
+                facts |= facts.pop(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f"{folder} is not a finished checkpoint: its manifest.json or trainer.json cannot be read."

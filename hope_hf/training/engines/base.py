@@ -216,11 +216,11 @@ class Engine:
                 norms.append(self._gathered(torch.linalg.vector_norm(parameter.grad.float())))
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
-    def held_weights(self) -> list[Tensor]:
+    def local_weights(self) -> list[Tensor]:
         """The weights in this process's memory, including an optimizer's own copy of them."""
         return list(self.model.parameters())
 
-    def held_gradients(self) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """The gradients that are in this process's memory now."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 

@@ -97,8 +97,8 @@ class FSDP2(Engine):
         # Whole gradients are accumulated in the dtype of their reduction.
         return self.whole_gradients
 
-    def held_gradients(self) -> list[Tensor]:
-        gradients = super().held_gradients()
+    def local_gradients(self) -> list[Tensor]:
+        gradients = super().local_gradients()
         # Whole gradients do not belong to the sharded parameters.
         for unit in self._units():
             group = unit._get_fsdp_state()._fsdp_param_group

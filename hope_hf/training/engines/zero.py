@@ -204,10 +204,10 @@ class Zero(Engine):
             norms.append(torch.linalg.vector_norm(safe_get_full_grad(parameter).float()))
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def held_weights(self) -> list[Tensor]:
-        return super().held_weights() + [part.flat for part in self._flat_slices()]
+    def local_weights(self) -> list[Tensor]:
+        return super().local_weights() + [part.flat for part in self._flat_slices()]
 
-    def held_gradients(self) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         # DeepSpeed keeps gradients of its own; those offloaded to the CPU belong to its flat weights.
         gradients = [part.flat.grad for part in self._flat_slices()]
         if self.stage == 3:
@@ -215,7 +215,7 @@ class Zero(Engine):
         else:
             for group in self._zero.averaged_gradients.values():
                 gradients += group or []
-        return super().held_gradients() + [gradient for gradient in gradients if gradient is not None]
+        return super().local_gradients() + [gradient for gradient in gradients if gradient is not None]
 
     def compute_dtype(self) -> str | None:
         if self._low_precision:

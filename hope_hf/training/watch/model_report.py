@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from accelerate.utils import gather_object
@@ -27,27 +28,28 @@ def _by_layer(model: nn.Module, method: str) -> dict[int, nn.Module]:
 @contextmanager
 def memory_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled: bool):
     """While open, the first forward pass adds `memory/<layer>/<name>` to `rows`, taken from the batch's first row."""
-    handles, done = [], set()
-
-    def record(mixer, arguments, keywords):
-        layer = mixer.layer_idx
-        # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
-        if layer in done:
-            return
-        done.add(layer)
-        hidden_states = arguments[0] if arguments else keywords["hidden_states"]
-        with torch.no_grad():
-            statistics = mixer.statistics(hidden_states[:1].detach())
-        rows.update(_rows_of(mixer, layer, statistics))
-
+    handles = []
     if enabled:
+        hook = partial(_add_statistics, rows, set())
         for mixer in self_modifying_mixers(model).values():
-            handles.append(mixer.register_forward_pre_hook(record, with_kwargs=True))
+            handles.append(mixer.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _add_statistics(rows: dict, done: set[int], mixer: nn.Module, arguments: tuple, keywords: dict) -> None:
+    layer = mixer.layer_idx
+    # Recomputation in backward calls this again, after the handle is removed: only the first call counts.
+    if layer in done:
+        return
+    done.add(layer)
+    hidden_states = arguments[0] if arguments else keywords["hidden_states"]
+    with torch.no_grad():
+        statistics = mixer.statistics(hidden_states[:1].detach())
+    rows.update(_rows_of(mixer, layer, statistics))
 
 
 def initial_state_gradients(engine) -> dict[str, float]:
@@ -84,26 +86,27 @@ def learning_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabl
     Steps and periods left out are means over the rows of the batch, the drift is the largest. All processes open this
     together, since sharded weights have to be gathered for their norms.
     """
-    names = set()
-
-    def hook(module, arguments, outputs):
-        cache = getattr(outputs, CACHE_NAME, None)
-        if names or getattr(cache, "levels", None) is None:
-            return
-        with torch.no_grad():
-            by_name = {name: count.double().mean(0) for name, count in cache.levels.counts.items()}
-            by_name["drift"] = module.level_drifts(cache).amax(0)
-        for name, values in by_name.items():
-            for level, value in enumerate(values.tolist()):
-                rows[f"level/{level}/{name}"] = value
-        names.update(by_name)
-
-    handle = model.register_forward_hook(hook) if enabled and hasattr(model, "level_drifts") else None
+    if not enabled or not hasattr(model, "level_drifts"):
+        yield
+        return
+    handle = model.register_forward_hook(partial(_add_learning, rows, set()))
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
+
+
+def _add_learning(rows: dict, done: set[str], model: nn.Module, arguments: tuple, outputs) -> None:
+    cache = getattr(outputs, CACHE_NAME, None)
+    if done or getattr(cache, "levels", None) is None:
+        return
+    with torch.no_grad():
+        by_name = {name: count.double().mean(0) for name, count in cache.levels.counts.items()}
+        by_name["drift"] = model.level_drifts(cache).amax(0)
+    for name, values in by_name.items():
+        for level, value in enumerate(values.tolist()):
+            rows[f"level/{level}/{name}"] = value
+    done.update(by_name)
 
 
 # Stands for the layer in names of rows of all layers together.

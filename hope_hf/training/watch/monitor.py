@@ -203,7 +203,8 @@ class Monitor:
     def close_tracker(self) -> None:
         """Close the tracker, so that later prints begin on a new line; print the kernels that did not run."""
         self._tracker.close()
-        if table := self._kernels.table():
+        table = self._kernels.table()
+        if table:
             self._accelerator.print(f"\n{table}\n")
 
 

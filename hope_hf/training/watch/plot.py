@@ -147,14 +147,14 @@ def _draw_lines(axis, rows: list[dict], panel: Panel, numbers: list[int]) -> Non
 
 def _numbers(rows: list[dict]) -> dict[str, list[int]]:
     """By kind, the layers or levels that have rows."""
-    found: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}
     for row in rows:
         for name in row:
             kind, _, rest = name.partition("/")
             number = rest.partition("/")[0]
             if kind in ("memory", "sparse", "level") and number.isdecimal():
-                found.setdefault(kind, set()).add(int(number))
-    return {kind: sorted(numbers) for kind, numbers in found.items()}
+                numbers.setdefault(kind, set()).add(int(number))
+    return {kind: sorted(of_kind) for kind, of_kind in numbers.items()}
 
 
 def _share_tokens(axes: list) -> None:
@@ -174,7 +174,8 @@ def _draw(axis, rows: list[dict], name: str, **look) -> None:
     # A line of one point would be invisible.
     if len(points) == 1:
         look["marker"] = "o"
-    axis.plot([tokens for tokens, _ in points], [value for _, value in points], **look)
+    tokens, values = zip(*points, strict=True) if points else ((), ())
+    axis.plot(tokens, values, **look)
 
 
 # Title, unit and rows.
@@ -286,8 +287,8 @@ def main(argv: list[str]) -> int:
     if args.memory:
         require_memories(folders[0])
     draw = partial(draw_memory, folders[0]) if args.memory else partial(draw_curves, folders)
-    place = Path(folders[0]) if len(folders) == 1 else Path()
-    picture = draw_or_warn(draw, place / ("memory.png" if args.memory else "loss.png"))
+    target = Path(folders[0]) if len(folders) == 1 else Path()
+    picture = draw_or_warn(draw, target / ("memory.png" if args.memory else "loss.png"))
     if picture is None:
         return 1
     print(picture)

@@ -68,7 +68,10 @@ class RamReport:
 
     def __init__(self, output_dir: str, rank: int, device: torch.device, every_steps: int, engine: Engine):
         """`every_steps` 0: only at the start and after the first step."""
-        self._folder, self._rank, self._device, self._every = Path(output_dir), rank, device, every_steps
+        self._folder = Path(output_dir)
+        self._rank = rank
+        self._device = device
+        self._every = every_steps
         self._engine = engine
         self._gradients: int | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +95,7 @@ class RamReport:
     def backward_ends(self, step: int):
         """Called after the last backward pass of `step`; the update will free the gradients."""
         if self._due(step):
-            self._gradients = size_in_bytes(self._engine.held_gradients())
+            self._gradients = size_in_bytes(self._engine.local_gradients())
 
     def step_ends(self, step: int):
         """Called after the update of `step`."""
@@ -104,15 +107,19 @@ class RamReport:
         return step == 1 or (self._every > 0 and step % self._every == 0)
 
     def _write(self, event: str, step: int | None):
-        states = (value for state in self._engine.optimizer.state.values() for value in state.values())
-        gradients = size_in_bytes(self._engine.held_gradients()) if self._gradients is None else self._gradients
+        states = []
+        for state in self._engine.optimizer.state.values():
+            states += filter(torch.is_tensor, state.values())
+        gradients = self._gradients
+        if gradients is None:
+            gradients = size_in_bytes(self._engine.local_gradients())
         free = free_memory(self._device)
         row = {
             "event": event,
             "step": step,
-            "parameters_gib": size_in_bytes(self._engine.held_weights()) / GIB,
+            "parameters_gib": size_in_bytes(self._engine.local_weights()) / GIB,
             "gradients_gib": gradients / GIB,
-            "optimizer_gib": size_in_bytes(state for state in states if isinstance(state, torch.Tensor)) / GIB,
+            "optimizer_gib": size_in_bytes(states) / GIB,
             "peak_gib": peak_memory_gib(self._device),
             "free_gib": None if free is None else free / GIB,
         }

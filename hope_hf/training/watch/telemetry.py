@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -71,10 +72,7 @@ def utilization_meter(device: torch.device) -> Callable[[], int] | None:
     """
     if device.type != "cuda":
         return None
-
-    def read() -> int:
-        return torch.cuda.utilization(device)
-
+    read = partial(torch.cuda.utilization, device)
     try:
         read()
     # The driver has its own error types.

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -221,12 +222,7 @@ def _start_trackers(
     wandb = {"name": run_name, "dir": options.output_dir, "id": run_id}
     # TensorBoard leaves out what older files hold from this step on.
     tensorboard = {"purge_step": start_step + 1 if start_step else 0}
-
-    def start(**more) -> None:
-        settings = {"wandb": wandb | more, "tensorboard": tensorboard}
-        with without_arguments():
-            accelerator.init_trackers(project, config=config, init_kwargs=settings)
-
+    start = partial(_init_trackers, accelerator, project, config, wandb, tensorboard)
     # Every tracker has its own error types: not logged in, no network, no space.
     try:
         if os.environ.get("WANDB_MODE") in OFFLINE:
@@ -238,6 +234,14 @@ def _start_trackers(
             start(resume="allow")
     except Exception as error:
         raise ValueError(f"--report_to {options.report_to} could not start: {one_line(error)}") from error
+
+
+def _init_trackers(
+    accelerator: Accelerator, project: str, config: dict, wandb: dict, tensorboard: dict, **more_of_wandb: str
+) -> None:
+    with without_arguments():
+        settings = {"wandb": wandb | more_of_wandb, "tensorboard": tensorboard}
+        accelerator.init_trackers(project, config=config, init_kwargs=settings)
 
 
 def _rewind(start: Callable[..., None], moment: str) -> None:
