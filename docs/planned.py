@@ -1,7 +1,7 @@
 """Write the planner's figures into docs/distributed.md: `python docs/planned.py`.
 
 A block of a page between `<!-- planned: NAME -->` and `<!-- end -->` is what the function NAME returns. A test
-compares both pages with it.
+compares the page with it.
 """
 
 import re
@@ -17,8 +17,8 @@ from hope_hf import PRESETS, HopeConfig
 from hope_hf.common.gpus import GIB
 from hope_hf.common.recompute import Recomputed
 from hope_hf.plan.activations import activations
-from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
-from hope_hf.plan.memory import Bytes, Memory, memory, state_bytes
+from hope_hf.plan.launch import GRADIENTS, OPTIMIZER, STRATEGIES, WEIGHTS, Launch, StepOptions
+from hope_hf.plan.memory import Memory, memory
 from hope_hf.plan.parsing import Question, parse
 from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.traffic import traffic
@@ -38,7 +38,9 @@ MODELS = {
     "Llama-7B": LlamaConfig(),
     "Llama-70B": LlamaConfig(**LLAMA_70B),
 }
-PURE_BF16 = Bytes(weights=2, gradients=2)
+# Bytes per parameter under Adam. Ours are fp32 under every mixed precision.
+FP32 = {WEIGHTS: 4, GRADIENTS: 4, OPTIMIZER: 8}
+PURE_BF16 = FP32 | {WEIGHTS: 2, GRADIENTS: 2}
 
 # Assumed, per hour.
 PRICES = {
@@ -73,16 +75,25 @@ def points(text: str) -> str:
     return "".join(f"{lines}\n" for lines in wrapped)
 
 
-def states_gb(strategy: str, each: Bytes = Bytes()) -> float:  # noqa: B008
+def state_bytes(parameters: float, strategy: str, parts: int, each: dict[str, int] = FP32) -> float:
+    """Bytes of weights, gradients and optimizer of one process, if a model is cut evenly into `parts` parts.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054).
+    """
+    shared = STRATEGIES[strategy].shared
+    return parameters * sum(size / (parts if kind in shared else 1) for kind, size in each.items())
+
+
+def states_gb(strategy: str, each: dict[str, int] = FP32) -> float:
     """GB of 7 B parameters on each of 8 processes."""
-    return state_bytes(SEVEN_B, STRATEGIES[strategy], 8, each) / GB
+    return state_bytes(SEVEN_B, strategy, 8, each) / GB
 
 
 # ----- memory
 
 
 def states() -> str:
-    rows = {"fp32 weights and gradients (ours)": Bytes(), "bf16 weights and gradients": PURE_BF16}
+    rows = {"fp32 weights and gradients (ours)": FP32, "bf16 weights and gradients": PURE_BF16}
     keys = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3, FSDP": "full_shard"}
     figures = [[name, *(f"{states_gb(key, each):.1f}" for key in keys.values())] for name, each in rows.items()]
     return table(["", *keys], figures)
@@ -98,8 +109,8 @@ def models() -> str:
         kept = activations(config, shapes, FULL, 1, tokens, Recomputed("none"))
         recomputed = activations(config, shapes, FULL, 1, tokens, Recomputed("block"))
         sizes = (
-            state_bytes(shapes.count, STRATEGIES["ddp"], 8),
-            state_bytes(shapes.count, STRATEGIES["full_shard"], 8),
+            state_bytes(shapes.count, "ddp", 8),
+            state_bytes(shapes.count, "full_shard", 8),
             2 * shapes.largest_block,
             kept.blocks,
             recomputed.blocks + recomputed.one_block,
@@ -141,7 +152,7 @@ def mistakes() -> str:
     llama, gpt2 = shapes_of(MODELS["Llama-7B"]), shapes_of(GPT2Config())
     kept = activations(MODELS["Llama-7B"], llama, FULL, 1, 4096, Recomputed("none")).blocks / 32
     mid, larger, largest = (16 * count / GB for count in (shapes_of(MODELS["mid"]).count, 1_947e6, 6_394e6))
-    ddp, full = (80 / state_bytes(1, STRATEGIES[key], 8) for key in ("ddp", "full_shard"))
+    ddp, full = (80 / state_bytes(1, key, 8) for key in ("ddp", "full_shard"))
     beside = states_gb("full_shard") + 4 * SEVEN_B / GB
     return points(f"""
         **63 GB for SHARD_GRAD_OP.** ZeRO-1 needs {states_gb("zero1"):.1f} GB. Counted as ZeRO-2 the figure is
@@ -162,9 +173,9 @@ def mistakes() -> str:
 
         **A 200 Gbit/s link counted as 200 GB/s.** 200 Gbit/s are 25 GB/s.
 
-        **GPT-2's Adam state.** It is {Bytes().optimizer * gpt2.count / GB:.1f} GB of fp32 moments, not 2.
+        **GPT-2's Adam state.** It is {FP32[OPTIMIZER] * gpt2.count / GB:.1f} GB of fp32 moments, not 2.
 
-        **The largest model of eight GPUs of 80 GB.** At {Bytes().total} bytes per parameter they hold {ddp:.0f} B
+        **The largest model of eight GPUs of 80 GB.** At {sum(FP32.values())} bytes per parameter they hold {ddp:.0f} B
         parameters under DDP and {full:.0f} B under FSDP, not 20 and 160, and nothing else.
 
         **Accumulated gradients are stale.** All batches of a step see the same weights; the sum is exact.

@@ -103,7 +103,7 @@ def mode_of(launch: Launch) -> Mode:
     """The mode of a launch."""
     if launch.precision == "no":
         return FP32
-    return CAST if launch.strategy.engine.startswith("fsdp") and launch.strategy.gathers else AUTOCAST
+    return CAST if launch.strategy.is_fsdp and launch.strategy.gathers else AUTOCAST
 
 
 def activations(

@@ -40,6 +40,10 @@ class Strategy:
     launch_file: str | None = None
 
     @property
+    def is_fsdp(self) -> bool:
+        return self.engine in ("fsdp1", "fsdp2")
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are gathered block by block."""
         return WEIGHTS in self.shared
@@ -100,7 +104,7 @@ class Launch:
 
         None where each process accumulates its own part only. `reduce_dtype`: dtype of the sum over processes.
         """
-        if not (self.strategy.engine.startswith("fsdp") and self.strategy.gathers):
+        if not (self.strategy.is_fsdp and self.strategy.gathers):
             return None
         if self.precision == "no":
             return torch.float32

@@ -8,39 +8,18 @@ shards.
 from dataclasses import dataclass
 
 from hope_hf.common.recompute import parse_recomputed
-from hope_hf.optim import RULES
 
 from .activations import Activations, activations
-from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions, Strategy
+from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions
 from .shapes import ROOT, TAIL, Shapes
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes per parameter. Here weights, gradients and moments are fp32 under every mixed precision."""
-
-    weights: float = 4
-    gradients: float = 4
-    optimizer: float = RULES["adamw"].state_bytes
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer
-
-
-def state_bytes(parameters: float, strategy: Strategy, parts: int, each: Bytes = Bytes()) -> float:  # noqa: B008
-    """Bytes of weights, gradients and optimizer of one process, if a model is cut evenly into `parts` parts."""
-    total = 0.0
-    for kind, size in ((WEIGHTS, each.weights), (GRADIENTS, each.gradients), (OPTIMIZER, each.optimizer)):
-        total += parameters * size / (parts if kind in strategy.shared else 1)
-    return total
 
 
 def shard_bytes(shapes: Shapes, parts: int, by_rows: bool, each=lambda weight: 4) -> int:
     """Bytes of the largest part of all parameters; `each`: bytes per element of a parameter."""
     if by_rows:
         return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) * each(w) for w in shapes.weights)
-    return -(-sum(w.count * each(w) for w in shapes.weights) // parts)
+    total = sum(weight.count * each(weight) for weight in shapes.weights)
+    return -(-total // parts)
 
 
 @dataclass(frozen=True)

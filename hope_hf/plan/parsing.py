@@ -23,6 +23,7 @@ from hope_hf.common.run_recipe import split_run_recipe
 from hope_hf.optim import RULES
 
 from .launch import MOST_PROCESSES, Launch, StepOptions, read_launch_file
+from .memory import Memory, memory
 from .shapes import Shapes, shapes_of
 
 MOST_TOKENS = 10**16
@@ -126,6 +127,10 @@ class Question:
     gpus: list[Gpu]
     defaults: dict[str, Default]
     """By flag, what the size of the text chose."""
+
+    def memory(self, launch: Launch, step: StepOptions) -> Memory:
+        """The arithmetic of this model under another launch or step."""
+        return memory(self.config, self.shapes, launch, step, self.args.gpus_per_node)
 
     @property
     def tokens_per_step(self) -> int:
@@ -257,7 +262,7 @@ def _check_plot(path: str | None):
 
 
 def _warn_of_ignored(args: Arguments, named: set[str], launch: Launch):
-    fsdp = launch.strategy.engine.startswith("fsdp")
+    fsdp = launch.strategy.is_fsdp
     mixed = launch.precision != "no"
     endless = args.total_tokens is None and args.max_train_steps is None
     for name, is_ignored, reason in (

@@ -8,7 +8,7 @@ from hope_hf.common.flops import flops_per_token
 from hope_hf.common.gpus import GIB, Gpu
 
 from .launch import SETTINGS, STRATEGIES, Launch, StepOptions
-from .memory import Memory, memory
+from .memory import Memory
 from .parsing import Question
 from .simulate import Simulation
 from .traffic import Traffic, traffic
@@ -77,18 +77,17 @@ def settings(question: Question) -> list[Setting]:
 
 
 def _setting(question: Question, launch: Launch) -> Setting:
-    step, shapes = question.step, question.shapes
-    reduces_low = launch.strategy.engine.startswith("fsdp") and launch.precision != "no"
+    step = question.step
+    reduces_low = launch.strategy.is_fsdp and launch.precision != "no"
     sent = traffic(
-        shapes.count,
+        question.shapes.count,
         launch,
         step.accumulation,
         step.sync_each_batch,
         gather_bytes=launch.compute_bytes,
         reduce_bytes=step.reduce_dtype.itemsize if reduces_low else 4,
     )
-    process = memory(question.config, shapes, launch, step, question.args.gpus_per_node)
-    return Setting(launch, process, sent, launch is question.launch)
+    return Setting(launch, question.memory(launch, step), sent, launch is question.launch)
 
 
 def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simulation | None) -> Verdict:
@@ -123,7 +122,7 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
 
     def is_too_large(rows: int) -> bool:
         step = replace(question.step, batch_size=rows)
-        return factor * memory(question.config, question.shapes, launch, step).peak > room
+        return factor * question.memory(launch, step).peak > room
 
     return bisect(range(1, MOST_ROWS + 1), False, key=is_too_large)
 
@@ -138,7 +137,7 @@ def _instead(question: Question, rows: list[Setting], room: int, factor: float) 
     synced = dict.fromkeys((step.sync_each_batch, True))
     for checkpointing, launch, sync in itertools.product(recomputed, suggested, synced):
         changed = replace(step, checkpointing=checkpointing, sync_each_batch=sync)
-        if factor * memory(question.config, question.shapes, launch, changed).peak <= room:
+        if factor * question.memory(launch, changed).peak <= room:
             return _words(question, launch, changed)
     return None
 

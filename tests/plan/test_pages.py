@@ -25,6 +25,18 @@ def test_the_page_is_what_the_script_writes():
     assert {*planned.GPUS, "chat"} == {file.stem for file in (ROOT / "recipes").glob("*.yaml")}
 
 
+def test_states_are_those_of_the_literature():
+    """7 B with Adam on 8 processes, and GPT-2 on 4 and 8."""
+    table = {"ddp": 112, "zero1": 63, "zero2": 38.5, "zero3": 14, "full_shard": 14, "shard_grad_op": 14}
+    assert {strategy: planned.states_gb(strategy) for strategy in table} == pytest.approx(table)
+    of_bf16 = {strategy: planned.states_gb(strategy, planned.PURE_BF16) for strategy in ("ddp", "full_shard")}
+    assert of_bf16 == pytest.approx({"ddp": 84, "full_shard": 10.5})
+    parameters = planned.shapes_of(planned.MODELS["GPT-2 124M"]).count
+    assert parameters == 124_439_808
+    for strategy, parts, gigabytes in (("ddp", 4, 1.991), ("full_shard", 4, 0.498), ("full_shard", 8, 0.249)):
+        assert planned.state_bytes(parameters, strategy, parts) / 1e9 == pytest.approx(gigabytes, abs=5e-4)
+
+
 @pytest.mark.parametrize("name", planned.RECOMPUTED)
 def test_recomputed_blocks_are_needed(name):
     question = planned.Recipe(name).question("--gradient_checkpointing", "false")

@@ -20,7 +20,7 @@ from hope_hf.plan.simulate import Step, can_simulate, simulate
 
 WORKER = Path(__file__).with_name("step_worker.py")
 SINGLE = Launch(STRATEGIES["ddp"], 1, 1)
-HYBRID = {"num_hidden_layers": 12, "layer_types": ["hope_memory", "hope_memory", "sparse_attention"] * 4}
+HYBRID = {"num_hidden_layers": 18, "layer_types": ["hope_memory", "hope_memory", "sparse_attention"] * 6}
 
 
 def launch_of(key: str, processes: int, precision: str = "no") -> Launch:
