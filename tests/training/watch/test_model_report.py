@@ -131,7 +131,7 @@ def refused(monkeypatch):
     """Every scan of a mixer counts as one that the kernels refused, for one of two reasons in turn."""
     reasons = []
 
-    def choose(name, asked, kernels, otherwise, fallbacks, device):
+    def choose(name, asked, kernel, otherwise, fallbacks, device):
         reasons.append("it is Monday" if len(reasons) % 2 else "it rains")
         fallbacks[name, reasons[-1]] += 1
         return otherwise
