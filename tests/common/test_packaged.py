@@ -15,18 +15,19 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("program", "kind"), [(recipes, RECIPES), (launch_files, LAUNCH_FILES)])
 def test_every_file_is_listed_with_what_it_is_and_copied_once(program, kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = [path.relative_to(ROOT / kind).as_posix() for path in sorted((ROOT / kind).rglob("*.yaml"))]
+    folder = ROOT / kind
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
     assert program([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[: len(names)]] == names
-    assert all(len(line.split(None, 1)[1]) > 20 for line in lines[: len(names)])
-    for name in names:
+    for line, name in zip(capsys.readouterr().out.splitlines(), files, strict=False):
+        shown, description = line.split(None, 1)
+        assert shown == name and len(description) > 20
+    for name, path in files.items():
         assert program(["--copy", name, "--to", "mine"]) == 0
-        assert (tmp_path / "mine" / name).read_bytes() == (ROOT / kind / name).read_bytes()
-    (tmp_path / "mine" / names[0]).write_text("changed")
-    assert program(["--copy", names[0], "--to", "mine"]) == 2
-    assert names[0] in capsys.readouterr().err
-    assert (tmp_path / "mine" / names[0]).read_text() == "changed"
+        assert (tmp_path / "mine" / name).read_bytes() == path.read_bytes()
+    copied = tmp_path / "mine" / name
+    copied.write_text("changed")
+    assert program(["--copy", name, "--to", "mine"]) == 2
+    assert name in capsys.readouterr().err and copied.read_text() == "changed"
 
 
 @pytest.mark.parametrize(

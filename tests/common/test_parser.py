@@ -38,10 +38,7 @@ def test_help_lists_one_spelling(make):
     "parser, words, name, value",
     [
         (make_plan_parser(), ["--gpus-per-node=4"], "gpus_per_node", 4),
-        (make_plan_parser(), ["--no-simulate"], "simulate", False),
         (make_export_parser(), ["a", "--to", "b", "--push-to-hub", "o/n-m"], "push_to_hub", "o/n-m"),
-        (prepare.make_parser(), ["--tokenizer-name", "a-b", "--output-dir=c-d"], "output_dir", "c-d"),
-        (tokenizer.make_parser(), ["--output-dir=c", "--files", "a-b", "--vocab-size", "300"], "vocab_size", 300),
         (make_checkpoints_parser(), ["consolidate", "a", "--to=b-c"], "to", "b-c"),
     ],
 )
@@ -135,9 +132,7 @@ def test_a_value_too_many_and_a_folder_name_the_flag(tmp_path, program, words, s
 @pytest.mark.parametrize(
     "parser, words, name",
     [
-        (make_plan_parser(), ["--accelerate_config=~/x"], "accelerate_config"),
         (make_export_parser(), ["~/x", "--to=b"], "dir"),
-        (make_convert_parser(), ["--from=~/x", "--output_dir=b"], "source"),
         (tokenizer.make_parser(), ["--output_dir=c", "--files=~/x"], "files"),
         (make_checkpoints_parser(), ["consolidate", "a", "--to=~/x"], "to"),
     ],

@@ -88,15 +88,6 @@ def test_a_text_without_spaces_loses_nothing_and_is_warned_of(monkeypatch):
     assert tokenizer.decode(ids[1:]) == "a" * 2_000
 
 
-def test_an_unknown_word_of_any_length_is_encoded(monkeypatch):
-    monkeypatch.setattr(encoding, "WINDOW", 301)
-    monkeypatch.setattr(encoding, "MARGIN", 80)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS["pieces"](), eos_token="</s>", unk_token="<unk>")
-    with pytest.warns(UserWarning, match="more than 80 characters without the end of a word"):
-        (ids,) = make_encoder(tokenizer)(["x" * 2_000])
-    assert ids[0] == tokenizer.eos_token_id and set(ids[1:]) == {tokenizer.unk_token_id}
-
-
 def with_template(template: str, bos: str = "<s>") -> PreTrainedTokenizerFast:
     backend = trained(
         models.BPE(), bpe(initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())), pre_tokenizers.ByteLevel()
@@ -143,13 +134,3 @@ def test_a_special_token_that_a_text_spells_is_text_in_another_process_too():
     assert plain_ids(tokenizer, text) == expected
     # As `datasets` sends it to the processes of --preprocessing_num_workers.
     assert dill.loads(dill.dumps(encode, recurse=True))([text]) == [[start, *expected]]
-
-
-def test_little_text_is_encoded_together(monkeypatch):
-    monkeypatch.setattr(encoding, "_TOGETHER", 100)
-    tokenizer = train_tokenizer([TEXT], 300)
-    groups = []
-    monkeypatch.setattr(encoding, "_fast", lambda tokenizer: lambda texts: groups.append(texts) or [[1]] * len(texts))
-    texts = ["x" * length for length in (60, 60, 30, 200, 10, 1)]
-    assert len(make_encoder(tokenizer)([*texts, "", None])) == 6
-    assert [len(group) for group in groups] == [1, 2, 1, 2]

@@ -148,14 +148,13 @@ def test_a_column_is_chosen_by_its_name(tmp_path):
         texts_of(name, column="x")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_share_the_documents_of_a_stream_and_not_its_files(tmp_path, world_size):
+def test_ranks_share_the_documents_of_a_stream_and_not_its_files(tmp_path):
     """Of three short files and a long one, each of two ranks would else read files of its own."""
     names = [write(tmp_path / "a.jsonl", ["a0", "a1"]), write(tmp_path / "b.jsonl", [f"b{i}" for i in range(40)])]
     stream = load_files(names, "--train_file", streaming=True)
     for documents, count in ((stream, 42), (stream.take(11), 11)):
-        lengths = [len(list(split_dataset_by_node(documents, rank, world_size))) for rank in range(world_size)]
-        assert sum(lengths) == count and max(lengths) - min(lengths) <= 1
+        first, second = (len(list(split_dataset_by_node(documents, rank, 2))) for rank in (0, 1))
+        assert first + second == count and 0 <= first - second <= 1
 
 
 EMPTY = {
@@ -164,10 +163,9 @@ EMPTY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", EMPTY)
-def test_files_without_rows_are_left_out_and_counted(tmp_path, kind, first):
-    empty = tmp_path / f"{'a' if first else 'z'}.{kind}"
+def test_files_without_rows_are_left_out_and_counted(tmp_path, kind):
+    empty = tmp_path / f"a.{kind}"
     if EMPTY[kind] is None:
         write(empty, [])
     else:

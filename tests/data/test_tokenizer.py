@@ -12,7 +12,6 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hope_hf.data import vocabulary
 from hope_hf.data.tokenizer import Text, main, sample
 from hope_hf.data.vocabulary import (
     bytes_per_id,
@@ -138,11 +137,6 @@ def test_a_text_without_spaces_is_learned_from_in_pieces(letters):
         assert len(train_tokenizer([text], 600)) == 600
     # As one word it takes a hundred times as long.
     assert time.process_time() - begin < 10
-
-
-def test_words_of_usual_length_are_learned_from_whole():
-    text = "日本語の文章、" * 500 + "a" * 900 + " https://example.org/" + "path/" * 400 + "3" * 900
-    assert list(vocabulary._without_long_words(text)) == [text]
 
 
 def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
