@@ -151,7 +151,6 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 # By the type of a field of `Corpus`. type(): a bool is an int.
 _KINDS = {
     str: Kind("a text", _is_text),
@@ -161,7 +160,7 @@ _KINDS = {
     ),
     float | None: Kind("0 or a number from 1e-9 to 1e9", is_weight),
     int | None: Kind("a whole number from 1 to 1e16", lambda value: type(value) is int and 1 <= value <= _MOST),
-    bool: FLAG,
+    bool: Kind("true or false", lambda value: isinstance(value, bool)),
 }
 
 

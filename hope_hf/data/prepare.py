@@ -90,7 +90,7 @@ class Preparation:
     def check_folder(self) -> None:
         """Raise ValueError if the folder holds other shards than these, or links in their place."""
         if os.path.lexists(self.folder / MANIFEST):
-            plan_of_folder = read_manifest(self.folder, "--output_dir")["plan"]
+            plan_of_folder = read_manifest(self.folder, "--output_dir").plan
         elif os.path.lexists(self.folder / PLAN):
             plan_of_folder = read_object(self.folder / PLAN, "--output_dir", "delete its folder")
         else:

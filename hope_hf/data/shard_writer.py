@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,8 +24,7 @@ from hope_hf.common.files import flush_to_disk, read_small, replace_text, unfini
 from hope_hf.common.process import sigterm_on_parent_exit
 
 from .encoding import Encode, make_encoder
-from .mixture import FLAG, Kind
-from .shards import COUNT, FILE, HASH, check_fields, shard_name
+from .shards import shard_name
 from .vocabulary import load_tokenizer
 
 PROGRESS = "progress.jsonl"
@@ -48,15 +47,6 @@ class Written:
     sha256: str
     last: bool
     """Whether this is the last shard of its part."""
-
-
-_FIELDS = {
-    "part": Kind("a text", lambda value: isinstance(value, str)),
-    "file": FILE,
-    **dict.fromkeys(("documents", "tokens", "text_bytes"), COUNT),
-    "sha256": HASH,
-    "last": FLAG,
-}
 
 
 class Progress:
@@ -113,9 +103,11 @@ class Progress:
 
     def _read(self, number: int, line: str, parts: Collection[str]) -> None:
         try:
-            fields = json.loads(line)
-            check_fields(fields, _FIELDS)
-            written = Written(**fields)
+            written = Written(**json.loads(line))
+            for field in fields(written):
+                value = getattr(written, field.name)
+                if type(value) is not field.type:
+                    raise ValueError(f"{field.name} is {value!r}")
         # RecursionError: thousands of nested brackets. TypeError: other fields than those of `Written`.
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"line {number} is not a shard: {error}") from None

@@ -11,7 +11,6 @@ A document begins at each EOS token; it may end in the next shard. `hope_hf.data
 
 import hashlib
 import os
-import re
 import reprlib
 import stat
 from collections.abc import Sequence
@@ -22,10 +21,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hope_hf.common.files import is_inside, read_object
+from hope_hf.common.process import one_line
 
 from .config import DataConfig
 from .encoding import document_start
-from .mixture import Kind, check_weights, is_corpus_name, is_weight
+from .mixture import check_weights, is_corpus_name, is_weight
 from .packing import Block, CorpusTokens, Stream
 from .vocabulary import check_vocabulary, highest_id, load_tokenizer, tokenizer_hash
 
@@ -34,81 +34,10 @@ TOKENIZER = "tokenizer"
 FORMAT = 1
 KINDS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PARTS = ("train", "validation")
-_LARGEST = 2**62
 # A folder of up to so many bytes is hashed when a run begins (seconds); larger ones are checked by file size.
 _HASHED_AT_ONCE = 1 << 30
 _READ_TOGETHER = 1 << 22
 _AGAIN = "repeat the hope-hf prepare command of this folder, it rewrites broken files"
-
-COUNT = Kind("a whole number from 0", lambda value: type(value) is int and 0 <= value <= _LARGEST)
-HASH = Kind("a SHA-256", lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None)
-FILE = Kind("the name of a file in the folder", is_inside)
-_OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-_LIST = Kind("a list", lambda value: isinstance(value, list))
-_SIDE = {"shards": [{"file": FILE, "tokens": COUNT, "sha256": HASH}]}
-_CORPUS = {
-    "weight": Kind("null or a weight", lambda value: value is None or is_weight(value)),
-    **dict.fromkeys(PARTS, _SIDE),
-}
-# The fields that programs read; the rest of the file is for people.
-_MANIFEST = {
-    "dtype": Kind(" or ".join(KINDS), lambda value: isinstance(value, str) and value in KINDS),
-    # The token that begins every document: EOS, unless the tokenizer begins prompts with another one.
-    "eos_token_id": COUNT,
-    "tokenizer": {"sha256": HASH},
-    "corpora": _OBJECT,
-    "plan": _OBJECT,
-}
-
-
-def read_manifest(folder: Path, flag: str) -> dict:
-    """The manifest of a folder of shards; ValueError that names the flag, the file and its first wrong field."""
-    # Unlike Path.is_dir, it returns False for a name that is too long.
-    if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {folder} is not a folder: name one that hope-hf prepare wrote.")
-    path = folder / MANIFEST
-    if not os.path.lexists(path):
-        raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with hope-hf prepare.")
-    manifest = read_object(path, flag, "prepare the shards again")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{flag} {path} is of another version: prepare the shards again.")
-    try:
-        check_fields(manifest, _MANIFEST)
-        corpora = manifest["corpora"]
-        if not corpora:
-            raise ValueError("corpora is empty")
-        for name, corpus in corpora.items():
-            if not is_corpus_name(name):
-                raise ValueError(f"corpora has the name {reprlib.repr(name)}")
-            check_fields(corpus, _CORPUS, f"corpora.{name}")
-        check_weights({name: corpus["weight"] for name, corpus in corpora.items()}, "it")
-        largest = int(np.iinfo(KINDS[manifest["dtype"]]).max)
-        if manifest["eos_token_id"] > largest:
-            raise ValueError(f"eos_token_id is {manifest['eos_token_id']}, more than {manifest['dtype']} holds")
-    except ValueError as error:
-        raise ValueError(f"{flag} {path} was not written by prepare, {error}: prepare the shards again.") from None
-    return manifest
-
-
-def check_fields(value: object, kinds: "dict | list | Kind", name: str = "") -> None:
-    """Check a value against a dict of its required keys, a list of one kind for its items, or a `Kind`.
-
-    Raises ValueError whose text names the first wrong field, for the middle of a sentence.
-    """
-    if isinstance(kinds, Kind):
-        if not kinds.admits(value):
-            raise ValueError(f"{name or 'it'} is {reprlib.repr(value)}, not {kinds.words}")
-    elif isinstance(kinds, list):
-        check_fields(value, _LIST, name)
-        for index, item in enumerate(value):
-            check_fields(item, kinds[0], f"{name}[{index}]")
-    else:
-        check_fields(value, _OBJECT, name)
-        for key, kind in kinds.items():
-            where = f"{name}.{key}" if name else key
-            if key not in value:
-                raise ValueError(f"{where} is missing")
-            check_fields(value[key], kind, where)
 
 
 def dtype_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -140,8 +69,8 @@ class ShardedStream(Stream):
         super().__init__([shard.tokens for shard in shards])
         if length is not None:
             self._length = length
-        self._shards = list(shards)
-        self._kind = kind
+        self.shards = list(shards)
+        self.kind = kind
         self._eos = eos
         self.highest_id = int(np.iinfo(kind).max)
         """The highest valid id; reading a higher one raises an error."""
@@ -151,7 +80,7 @@ class ShardedStream(Stream):
         """Whole streams of one folder, one after another."""
         shards = []
         for stream in streams:
-            shards += stream._shards
+            shards += stream.shards
         return streams[0]._with(shards, None)
 
     def head(self, documents: int | None) -> "ShardedStream":
@@ -162,7 +91,7 @@ class ShardedStream(Stream):
         for start in range(0, self._length, _READ_TOGETHER):
             begins = self.block(start, _READ_TOGETHER).starts
             if earlier + len(begins) > documents:
-                return self._with(self._shards, start + int(begins[documents - earlier]))
+                return self._with(self.shards, start + int(begins[documents - earlier]))
             earlier += len(begins)
         return self
 
@@ -173,16 +102,16 @@ class ShardedStream(Stream):
 
     def digest(self) -> str:
         """A hash of the tokens, made from the hashes of the shards."""
-        parts = repr(([shard.sha256 for shard in self._shards], self._length))
+        parts = repr(([shard.sha256 for shard in self.shards], self._length))
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
     def _read_part(self, index: int, start: int, stop: int) -> np.ndarray:
         """Raises ValueError that names a shard that has become unreadable or shorter, or that has a wrong id."""
-        path = self._shards[index].path
+        path = self.shards[index].path
         # Read, not mapped: a map keeps a descriptor open per shard, and a mapped file that is truncated would kill
         # the process.
         try:
-            part = np.fromfile(path, self._kind, stop - start, offset=start * self._kind.itemsize)
+            part = np.fromfile(path, self.kind, stop - start, offset=start * self.kind.itemsize)
         except OSError as error:
             raise ValueError(f"The shard {path} cannot be read any more: {error.strerror}.") from error
         if len(part) < stop - start:
@@ -196,20 +125,25 @@ class ShardedStream(Stream):
         return part
 
     def _with(self, shards: list[Shard], length: int | None) -> "ShardedStream":
-        stream = ShardedStream(shards, self._kind, self._eos, length)
+        stream = ShardedStream(shards, self.kind, self._eos, length)
         stream.highest_id = self.highest_id
         return stream
 
 
 @dataclass(frozen=True)
 class ShardFolder:
-    """A whole folder of shards, checked."""
+    """What a folder's manifest says."""
 
     path: Path
     flag: str
-    manifest: dict
+    """What names the folder in errors."""
     corpora: list[CorpusTokens]
     """Their streams are `ShardedStream`."""
+    document_start: int
+    """The token that begins every document: EOS, unless the tokenizer begins prompts with another one."""
+    tokenizer_hash: str
+    plan: dict
+    """The settings of prepare."""
 
     def tokenizer(self, config: DataConfig) -> PreTrainedTokenizerBase:
         """The tokenizer of `--tokenizer_name`, which must equal the shards' own, or the one in the folder."""
@@ -222,45 +156,92 @@ class ShardFolder:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ValueError if the shards were made with another tokenizer; then ids above its highest are errors."""
-        if tokenizer_hash(tokenizer) != self.manifest["tokenizer"]["sha256"]:
+        if tokenizer_hash(tokenizer) != self.tokenizer_hash:
             raise ValueError(
                 f"{self.flag} {self.path} was made with another tokenizer than {tokenizer.name_or_path}: prepare "
                 f"the shards again with it or, for a new model, pass --tokenizer_name {self.path / TOKENIZER}."
             )
-        eos, start = self.manifest["eos_token_id"], document_start(tokenizer)
-        if eos != start:
+        start = document_start(tokenizer)
+        if self.document_start != start:
             raise ValueError(
-                f"{self.flag} {self.path / MANIFEST} has eos_token_id {eos}, and the tokenizer begins documents with "
-                f"{start}: prepare the shards again."
+                f"{self.flag} {self.path / MANIFEST} has eos_token_id {self.document_start}, and the tokenizer begins "
+                f"documents with {start}: prepare the shards again."
             )
         for corpus in self.corpora:
             corpus.train.highest_id = corpus.validation.highest_id = highest_id(tokenizer)
 
 
+def read_manifest(path: str, flag: str) -> ShardFolder:
+    """Read the manifest of a folder of shards, and no shard; ValueError that names the flag, the file and the fix."""
+    folder = Path(path)
+    # Unlike Path.is_dir, it returns False for a name that is too long.
+    if not os.path.isdir(folder):
+        raise ValueError(f"{flag} {folder} is not a folder: name one that hope-hf prepare wrote.")
+    file = folder / MANIFEST
+    if not os.path.lexists(file):
+        raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with hope-hf prepare.")
+    manifest = read_object(file, flag, "prepare the shards again")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{flag} {file} is of another version: prepare the shards again.")
+    try:
+        plan = manifest["plan"]
+        if not isinstance(plan, dict):
+            raise ValueError("plan is no object")
+        return ShardFolder(
+            folder, flag, _corpora(folder, manifest), manifest["eos_token_id"], manifest["tokenizer"]["sha256"], plan
+        )
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{flag} {file} was not written by prepare, {one_line(error)}: prepare the shards again."
+        ) from None
+
+
+def _corpora(folder: Path, manifest: dict) -> list[CorpusTokens]:
+    kind = KINDS[manifest["dtype"]]
+    start = manifest["eos_token_id"]
+    if not 0 <= start <= np.iinfo(kind).max:
+        raise ValueError(f"eos_token_id is {start}")
+    corpora = []
+    weights = {}
+    for name, corpus in manifest["corpora"].items():
+        weight = corpus["weight"]
+        if not is_corpus_name(name) or not (weight is None or is_weight(weight)):
+            raise ValueError(f"corpora has {reprlib.repr(name)} of weight {reprlib.repr(weight)}")
+        train, validation = (ShardedStream(_shards(folder, corpus[side]), kind, start) for side in PARTS)
+        corpora.append(CorpusTokens(name, train, validation, weight))
+        weights[name] = weight
+    check_weights(weights, "it")
+    if not corpora:
+        raise ValueError("corpora is empty")
+    return corpora
+
+
+def _shards(folder: Path, side: dict) -> list[Shard]:
+    shards = []
+    for entry in side["shards"]:
+        name = entry["file"]
+        tokens = entry["tokens"]
+        if not is_inside(name) or type(tokens) is not int or tokens < 0:
+            raise ValueError(f"it has the shard {name!r} of {tokens!r} tokens")
+        shards.append(Shard(folder / name, tokens, entry["sha256"]))
+    return shards
+
+
 def open_folder(path: str, flag: str) -> ShardFolder:
     """Read the manifest and check that every shard is there. Raises ValueError that names the flag and the file."""
-    folder = Path(path)
-    manifest = read_manifest(folder, flag)
-    kind = KINDS[manifest["dtype"]]
-    corpora = []
-    all_shards = []
-    for name, corpus in manifest["corpora"].items():
-        streams = []
-        for side in PARTS:
-            shards = []
-            for entry in corpus[side]["shards"]:
-                shards.append(Shard(folder / entry["file"], entry["tokens"], entry["sha256"]))
-            all_shards += shards
-            streams.append(ShardedStream(shards, kind, manifest["eos_token_id"]))
-        train, validation = streams
-        corpora.append(CorpusTokens(name, train, validation, corpus["weight"]))
-    for shard in all_shards:
-        _check_size(shard, kind, folder, flag)
-    if sum(shard.tokens for shard in all_shards) * kind.itemsize <= _HASHED_AT_ONCE:
-        for shard in all_shards:
-            if file_hash(shard.path) != shard.sha256:
-                raise ValueError(f"{flag}: {shard.path} has changed since it was written (SHA-256): {_AGAIN}.")
-    return ShardFolder(folder, flag, manifest, corpora)
+    folder = read_manifest(path, flag)
+    streams = []
+    for corpus in folder.corpora:
+        streams += [corpus.train, corpus.validation]
+    for stream in streams:
+        for shard in stream.shards:
+            _check_size(shard, stream.kind, folder)
+    if sum(len(stream) * stream.kind.itemsize for stream in streams) <= _HASHED_AT_ONCE:
+        for stream in streams:
+            for shard in stream.shards:
+                if file_hash(shard.path) != shard.sha256:
+                    raise ValueError(f"{flag}: {shard.path} has changed since it was written (SHA-256): {_AGAIN}.")
+    return folder
 
 
 def file_hash(path: Path) -> str:
@@ -269,13 +250,14 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check_size(shard: Shard, kind: np.dtype, folder: Path, flag: str) -> None:
+def _check_size(shard: Shard, kind: np.dtype, folder: ShardFolder) -> None:
+    flag = folder.flag
     try:
         status = shard.path.stat()
     except OSError as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise ValueError(f"{flag}: {shard.path} {reason}: {_AGAIN}.") from None
-    inside = Path(os.path.realpath(shard.path)).is_relative_to(os.path.realpath(folder))
+    inside = Path(os.path.realpath(shard.path)).is_relative_to(os.path.realpath(folder.path))
     if not inside or not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{flag}: {shard.path} is a link, pipe or folder instead of a file: {_AGAIN}.")
     size, expected = status.st_size, shard.tokens * kind.itemsize

@@ -18,7 +18,7 @@ IDS = torch.arange(1, 20)[None]
 # Kinds that do not adapt our head, beside which they stay tied.
 NO_HEAD = {"LN_TUNING", "TRAINABLE_TOKENS", "GLORA"}
 # One of each way to change a layer; the others are tried in the long tests.
-QUICK = {"LORA", "IA3", "OFT", "LOHA", "LN_TUNING", "TRAINABLE_TOKENS", "VBLORA"}
+QUICK = {"LORA", "IA3", "OFT", "LOHA", "LN_TUNING", "TRAINABLE_TOKENS", "VBLORA", "LILY"}
 
 
 @pytest.fixture
