@@ -26,14 +26,14 @@ MISTAKES = (
 _format_warning = warnings.formatwarning
 
 
-def set_up_cpu(threads: int | None, says: bool = False):
+def set_up_cpu(threads: int | None, warns: bool = False):
     """Use `threads` threads (None: `default_threads()`, or fewer if other programs use the cores); flush denormals.
 
-    `says`: whether fewer threads are worth a warning. It names --cpu_threads, which the program must have.
+    `warns`: whether fewer threads are worth a warning. It names --cpu_threads, which the program must have.
     """
     torch.set_num_threads(threads or default_threads())
     if threads is None and threads_of_user() is None:
-        _reduce_threads_if_busy(says)
+        _reduce_threads_if_busy(warns)
     # A trained memory holds many denormals: without this its steps take 2.5 times as long on a CPU.
     torch.set_flush_denormal(True)
 
@@ -69,13 +69,13 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _reduce_threads_if_busy(says: bool):
+def _reduce_threads_if_busy(warns: bool):
     """Halve the threads while fewer of them compute faster: all threads wait for one whose core is busy."""
     first = threads = torch.get_num_threads()
     while threads > 1 and _slowdown(threads, threads // 2) > 1.5:
         threads //= 2
     torch.set_num_threads(threads)
-    if says and threads < first:
+    if warns and threads < first:
         warn_once(
             f"Other programs use the cores, so {threads} thread(s) compute faster than {first}: this run uses "
             f"{threads} (--cpu_threads)."

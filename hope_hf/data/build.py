@@ -115,7 +115,8 @@ def _scored(validation: ValidationBatches, size: int) -> Tensor:
 
 def _bytes_per_token(scored: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:
     table = torch.tensor(bytes_per_id(tokenizer), dtype=torch.int64)
-    return int((table * scored[: len(table)]).sum()) / int(scored.sum())
+    text_bytes = int((table * scored[: len(table)]).sum())
+    return text_bytes / int(scored.sum())
 
 
 def unigram_loss(train: Tensor, scored: Tensor) -> float:
@@ -124,4 +125,5 @@ def unigram_loss(train: Tensor, scored: Tensor) -> float:
     One is added to every count, so that a token which the training text lacks has a probability.
     """
     smoothed = train.double() + 1
-    return float((scored * (smoothed.sum().log() - smoothed.log())).sum() / scored.sum())
+    nats = smoothed.sum().log() - smoothed.log()
+    return float((scored * nats).sum() / scored.sum())

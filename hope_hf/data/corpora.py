@@ -164,7 +164,8 @@ def open_corpus(
     percentage: share of the passing documents held out for validation; the first `max_eval_samples` of them are read.
     tokenizer: counts the tokens of a stream up to its max_tokens.
     """
-    train, validation, dropped = _split(corpus, percentage, needed_of(corpus, percentage, seed), tokenizer)
+    needed = needed_of(corpus, percentage, seed)
+    train, validation, dropped = _split(corpus, percentage, needed, tokenizer)
     if max_eval_samples is not None and len(validation) > max_eval_samples:
         dropped["max_eval_samples"] += len(validation) - max_eval_samples
         validation = validation.select(range(max_eval_samples))
@@ -197,8 +198,9 @@ def passing(
     """
     source = f"{flag} {corpus.name}"
     if corpus.streaming and needed is not None:
-        name = f"{source}: {corpus.dataset_name}"
-        documents = cached_texts(*_identity(corpus, needed, tokenizer), _fetched(corpus, needed, tokenizer, name))
+        files, what = _identity(corpus, needed, tokenizer)
+        texts = _fetched(corpus, needed, tokenizer, f"{source}: {corpus.dataset_name}")
+        documents = cached_texts(files, what, texts)
     else:
         documents = _load(corpus, source)
     kept, dropped = keep(_texts(documents), corpus)
@@ -249,14 +251,15 @@ def check_cache(
     needed = 0
     for corpus in corpora:
         if corpus.streaming and corpus.max_tokens is not None:
-            identity = _identity(corpus, needed_of(corpus, percentage, seed), tokenizer)
-            if not cache_path(*identity).exists():
+            files, what = _identity(corpus, needed_of(corpus, percentage, seed), tokenizer)
+            if not cache_path(files, what).exists():
                 needed += BYTES_PER_TOKEN * corpus.max_tokens
     if not needed:
         return
     cache = writable_cache()
     if shards is not None and shards.stat().st_dev == cache.stat().st_dev:
-        needed += KINDS[dtype_of(tokenizer)].itemsize * sum(corpus.max_tokens or 0 for corpus in corpora)
+        tokens = sum(corpus.max_tokens or 0 for corpus in corpora)
+        needed += KINDS[dtype_of(tokenizer)].itemsize * tokens
     free = free_disk(cache)
     if free is not None and free < needed:
         raise ValueError(

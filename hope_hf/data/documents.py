@@ -118,7 +118,8 @@ def open_sources(config: DataConfig, template: ChatTemplate | None = None) -> So
     else:
         if config.streaming:
             warnings.warn("--streaming is ignored: the built-in corpus is read as a whole.", stacklevel=2)
-        train, description = builtin_corpus(), "built-in corpus"
+        train = builtin_corpus()
+        description = "built-in corpus"
     if config.validation_file:
         held, _ = _load(config.validation_file, "--validation_file", config, template, split="validation")
         description += f", validation {shown_names(config.validation_file)}"

@@ -48,7 +48,8 @@ class Carried:
 
     def __call__(self, place: int) -> int:
         step, row = divmod(place, self.rows)
-        return (row * max(1, self.count // self.rows) + step) % self.count
+        share = max(1, self.count // self.rows)
+        return (row * share + step) % self.count
 
 
 class Mixed:
@@ -64,7 +65,9 @@ class Mixed:
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float] | None, seed: int):
-        self._orders = [Shuffled(count, stable_seed(seed, corpus)) for corpus, count in enumerate(counts)]
+        self._orders = []
+        for corpus, count in enumerate(counts):
+            self._orders.append(Shuffled(count, stable_seed(seed, corpus)))
         self._firsts = np.cumsum([0, *counts])
         self._length = sum(counts)
         self.seed = seed
@@ -85,7 +88,8 @@ class Mixed:
         # The block is the nth that this corpus has had.
         corpus, nth = self._window(epoch, window)[place - self._begins[window]]
         nth += epoch * self.shares[corpus] + self._before[window, corpus]
-        return int(self._firsts[corpus]) + self._orders[corpus](int(nth))
+        order = self._orders[corpus]
+        return int(self._firsts[corpus]) + order(int(nth))
 
     def _fill(self, epoch: int, window: int) -> list[tuple[int, int]]:
         """(corpus, number of its earlier places in this window) for each place of a window."""

@@ -129,13 +129,15 @@ class TokenStream(Stream):
     def longer_than(self, tokens: int) -> int:
         """How many documents have more than so many tokens."""
         ends = torch.cat([self.starts[1:], torch.tensor([len(self)])])
-        return int((ends - self.starts > tokens).sum())
+        lengths = ends - self.starts
+        return int((lengths > tokens).sum())
 
     def changed(self, change: Callable[[list[list[int]]], list[list[int]]]) -> "TokenStream":
         """The tokens of the documents that `change` makes of some documents together."""
         with cache_errors():
-            changed = self._documents.map(lambda rows: {"input_ids": change(rows["input_ids"])}, batched=True)
-        return TokenStream(changed)
+            return TokenStream(
+                self._documents.map(lambda rows: {"input_ids": change(rows["input_ids"])}, batched=True)
+            )
 
     def head(self, documents: int) -> "TokenStream":
         """The tokens of the first documents."""

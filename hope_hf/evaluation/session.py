@@ -65,7 +65,7 @@ def _set_up(args: Arguments):
         go_offline()
         # datasets has read the environment at import.
         datasets.config.HF_HUB_OFFLINE = True
-    set_up_cpu(args.cpu_threads, says=True)
+    set_up_cpu(args.cpu_threads, warns=True)
     # transformers and datasets would draw their bars in log files, too.
     if not show_progress():
         datasets.disable_progress_bars()

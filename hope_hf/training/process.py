@@ -21,7 +21,7 @@ QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 
 def prepare_process(accelerator: Accelerator, seed: int, cpu_threads: int | None, tf32: bool):
     """Set threads, denormals, matmul precision and seed, the same in every process."""
-    set_up_cpu(cpu_threads, says=True)
+    set_up_cpu(cpu_threads, warns=True)
     if accelerator.device.type == "cuda" and tf32:
         torch.set_float32_matmul_precision("high")
     set_seed(seed)

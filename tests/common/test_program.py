@@ -75,54 +75,48 @@ def test_output_goes_on_without_a_reader():
         assert os.write(stream.fileno(), b"lost") == 4
 
 
-@pytest.mark.parametrize("full, name", [("stdout", "standard output"), ("stderr", "standard error")])
-def test_a_full_disk_under_the_output_stops_nothing_and_is_told_once(monkeypatch, capsys, full, name):
-    @program
-    def main(argv: list[str]) -> int:
-        for _ in range(3):
-            print("lost", file=getattr(sys, full), flush=True)
-        return 0
+@pytest.fixture
+def replaced(monkeypatch):
+    """Puts a file in the place of standard output or error."""
 
+    def replace(name: str, file):
+        monkeypatch.setattr(sys, name, file)
+        monkeypatch.setattr(sys, f"__{name}__", file)
+
+    return replace
+
+
+@program
+def prints(argv: list[str]) -> int:
+    """Three lines into the stream that is named first; the second word is its status."""
+    for _ in range(3):
+        print("lost", file=getattr(sys, argv[0]), flush=True)
+    return printed(int(argv[1]))
+
+
+@pytest.mark.parametrize(
+    "full, name, status, expected",
+    [("stdout", "standard output", 0, 1), ("stdout", "standard output", 2, 2), ("stderr", "standard error", 0, 0)],
+)
+def test_a_full_disk_under_the_output_stops_nothing_and_is_told_once(replaced, capsys, full, name, status, expected):
     # Every write to it fails as on a full disk.
     with open("/dev/full", "w", encoding="utf-8") as device:
-        monkeypatch.setattr(sys, full, device)
-        monkeypatch.setattr(sys, f"__{full}__", device)
-        assert main([]) == 0
+        replaced(full, device)
+        assert prints([full, str(status)]) == expected
         assert os.write(device.fileno(), b"lost") == 4
     said = "".join(capsys.readouterr())
-    assert said.count("\n") == 1 and f"{name} cannot be written (No space left on device)" in said
+    assert said.count(f"{name} cannot be written (No space left on device)") == 1
+    # A result that could not be printed is no success.
+    assert ("error: the result was not written" in said) == (full == "stdout")
 
 
-@pytest.mark.parametrize("status, expected", [(0, 1), (2, 2)])
-def test_a_result_that_could_not_be_printed_is_no_success(monkeypatch, capsys, status, expected):
-    @program
-    def main(argv: list[str]) -> int:
-        print("the result")
-        return printed(status)
-
-    assert main([]) == status
-    with open("/dev/full", "w", encoding="utf-8") as device:
-        monkeypatch.setattr(sys, "stdout", device)
-        monkeypatch.setattr(sys, "__stdout__", device)
-        assert main([]) == expected
-    said = capsys.readouterr().err
-    assert "error: the result was not written to standard output (No space left on device)" in said
-
-
-def test_a_reader_that_has_seen_enough_makes_no_failure(monkeypatch):
+def test_a_reader_that_has_seen_enough_makes_no_failure(replaced):
     """As in `hope-hf plan | head`."""
-
-    @program
-    def main(argv: list[str]) -> int:
-        print("the result")
-        return printed()
-
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        monkeypatch.setattr(sys, "__stdout__", pipe)
-        assert main([]) == 0
+        replaced("stdout", pipe)
+        assert prints(["stdout", "0"]) == 0
 
 
 def test_of_lm_eval_only_bars_reach_a_log(monkeypatch, capsys):

@@ -114,7 +114,7 @@ def test_ranks_read_together_what_one_process_reads(config, world_size):
 def test_resume_is_exact_across_epochs(config):
     epoch = build_data(config()).train.batches_per_epoch
     whole = rows_of(config(), 3 * epoch)
-    for cut in (1, epoch, len(whole) - 5):
+    for cut in (epoch, len(whole) - 5):
         state = json.loads(json.dumps(whole[cut - 1][1]))
         resumed = rows_of(config(), 5, state=state)
         assert all(torch.equal(rows, again) for (rows, _), (again, _) in zip(whole[cut:], resumed, strict=False))
