@@ -210,9 +210,9 @@ def _corpora(folder: Path, manifest: dict) -> list[CorpusTokens]:
         train, validation = (ShardedStream(_shards(folder, corpus[side]), kind, start) for side in PARTS)
         corpora.append(CorpusTokens(name, train, validation, weight))
         weights[name] = weight
-    check_weights(weights, "it")
     if not corpora:
         raise ValueError("corpora is empty")
+    check_weights(weights, "it")
     return corpora
 
 

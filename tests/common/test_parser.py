@@ -79,7 +79,7 @@ TRAINING, EVALUATION = ([f"--{name}" for name in flags] for flags in (TRAINING_F
         ("wandb", "report_to wandb", "report_to wandb"),
         ("resume", "resume_from_checkpoint", ""),
         ("gpu", "", "device"),
-        ("n_layers", "config_overrides num_hidden_layers=N", "config_overrides num_hidden_layers=N"),
+        ("n_layers", "config_overrides num_hidden_layers=N", ""),
         ("epochs", "num_train_epochs", ""),
         ("outptu_dir", "output_dir", "output_dir"),
     ],
