@@ -1,27 +1,33 @@
 """A small corpus, its tokenizer, runs of the trainer inside the test's process, and checkpoints."""
 
+import io
 import json
 import random
 import shutil
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import PartialState
 from checkpoint_run import Run
-from training_runs import LLAMA, make_tokenizer, read_rows, reset_accelerate
+from engine_runs import Launches
+from training_runs import EVERY_FOURTH, HOPE, LLAMA, make_tokenizer, read_rows, reset_accelerate
 
+from hope_hf.data.prepare import main as prepare
 from hope_hf.training import finish, main
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> list[str]:
-    """Flags that name a training file, a validation file and a tokenizer; 120 documents of a small language."""
+    """Flags that name a training file, a validation file and a tokenizer; documents of a small language."""
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefghij", k=generator.randint(2, 7))) for _ in range(60)]
     documents = [" ".join(generator.choices(words, k=generator.randint(20, 80))) for _ in range(120)]
-    for name, part in (("train", documents[:100]), ("validation", documents[100:])):
+    # Few to evaluate on: at the end of every run that takes longer than its steps.
+    for name, part in (("train", documents[:100]), ("validation", documents[112:])):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     make_tokenizer(documents).save_pretrained(folder / "tokenizer")
@@ -31,26 +37,89 @@ def corpus(tmp_path_factory) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def run(tmp_path, corpus, monkeypatch):
-    """`run(name, *flags, model=LLAMA)` trains in `tmp_path/name` on the corpus and returns (exit status, rows)."""
-    threads = torch.get_num_threads()
-    # The full sample at the end would take longer than the training.
-    monkeypatch.setattr(finish, "SAMPLE_TOKENS", 4)
+@pytest.fixture(scope="session")
+def shards(corpus, tmp_path_factory) -> list[str]:
+    """Flags that name the training and validation files of `corpus` as two corpora, prepared."""
+    folder = tmp_path_factory.mktemp("mixed")
+    mixture = folder / "mix.yaml"
+    mixture.write_text(f"corpora: {{a: {{files: {corpus[1]}, weight: 0.7}}, b: {{files: {corpus[3]}, weight: 0.3}}}}")
+    words = [str(mixture), "--tokenizer_name", corpus[5], "--output_dir", str(folder / "shards")]
+    assert prepare([*words, "--validation_split_percentage", "10"]) == 0
+    return ["--train_shards", str(folder / "shards")]
 
-    def start(name: str, *flags, model=LLAMA, data=corpus):
-        reset_accelerate()
-        folder = tmp_path / name
-        small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
-        small += ["--learning_rate", "5e-3", "--cpu_threads", "1"]
-        small += [] if "--num_train_epochs" in flags else ["--max_train_steps", "8"]
-        status = main([*model, *data, *small, "--output_dir", str(folder), *map(str, flags)])
-        return status, read_rows(folder)
 
-    yield start
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory, corpus, shards) -> Launches:
+    """`launched(engine)`: what a launch of accelerate_configs/ has left, made once for all tests.
+
+    Tests that use it are on one worker of pytest-xdist: `xdist_group("engines")`.
+    """
+    return Launches(tmp_path_factory, corpus, shards)
+
+
+def train(folder: Path, data: list[str], *flags, model: list[str]) -> tuple[int, list[dict]]:
+    """Train in this process for 8 steps, if the flags name no other number; the exit status and the rows."""
     reset_accelerate()
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(False)
+    small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+    small += ["--learning_rate", "5e-3", "--cpu_threads", "1"]
+    small += [] if "--num_train_epochs" in flags else ["--max_train_steps", "8"]
+    status = main([*model, *data, *small, "--output_dir", str(folder), *map(str, flags)])
+    return status, read_rows(folder)
+
+
+@pytest.fixture(scope="session")
+def _own_process():
+    """What a run changes in its process is undone; the sample at its end is short, since it takes long."""
+
+    @contextmanager
+    def changes():
+        threads = torch.get_num_threads()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(finish, "SAMPLE_TOKENS", 4)
+            yield
+        reset_accelerate()
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+
+    return changes
+
+
+@pytest.fixture
+def run(tmp_path, corpus, _own_process):
+    """`run(name, *flags, model=LLAMA)` trains in `tmp_path/name` on the corpus and returns (exit status, rows)."""
+    with _own_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finish, "draw_curves", lambda *arguments: None)
+        yield lambda name, *flags, model=LLAMA, data=corpus: train(tmp_path / name, data, *flags, model=model)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of 8 steps with its checkpoints 4 and 8. Tests that change it take a copy."""
+
+    folder: Path
+    rows: list[dict]
+    printed: str
+
+    def copy(self, folder: Path) -> Path:
+        return Path(shutil.copytree(self.folder, folder, symlinks=True))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, corpus, _own_process):
+    """`trained("hope")` or `trained("llama")`: a finished run, made once; `EVERY_FOURTH` are its flags."""
+    made = {}
+
+    def of(kind: str) -> Finished:
+        if kind not in made:
+            folder, printed = tmp_path_factory.mktemp("trained") / kind, io.StringIO()
+            model = {"hope": HOPE, "llama": LLAMA}[kind]
+            with _own_process(), redirect_stdout(printed):
+                status, rows = train(folder, corpus, *EVERY_FOURTH, model=model)
+            assert status == 0
+            made[kind] = Finished(folder, rows, printed.getvalue())
+        return made[kind]
+
+    return of
 
 
 @pytest.fixture

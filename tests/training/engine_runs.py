@@ -6,14 +6,15 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import engine_worker
 import pytest
 import torch
+import warm_python
 import yaml
-from training_runs import ROOT, curve, reset_accelerate
+from training_runs import GPT2, HOPE, HOPE_SPARSE, LEVELS, LLAMA, ROOT, curve, reset_accelerate
 
 HERE = Path(__file__).parent
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -24,6 +25,137 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 ROWS = 8
 SMALL = ["--block_size", "32", "--logging_steps", "1", "--learning_rate", "5e-3", "--max_grad_norm", "0.5"]
 SMALL += ["--vector_learning_rate", "1e-2", "--cpu_threads", "1", "--save_total_limit", "9"]
+FP16 = ["fp16", "fp16 continued"]
+# Processes, and what is run on them.
+ENGINES = {
+    "ddp": (2, ["dry", "hope", "hope-sparse", "muon", "poisoned", "fp16", "moved", "levels", "shards"]),
+    "fsdp2": (
+        2,
+        [
+            "dry", "hope", "hope-sparse", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued", "moved",
+            "levels",
+        ],
+    ),
+    "fsdp1": (2, ["dry", "hope", "llama", "reduced", "gpt2", "poisoned", "fp16", "moved"]),
+    "fsdp_hybrid": (4, ["dry", "hope", "llama", "moved"]),
+    "fsdp_offload": (2, ["llama", "poisoned"]),
+    "multi_node_fsdp": (2, ["llama"]),
+    "deepspeed_zero2": (2, ["dry", "hope", "llama", "poisoned", *FP16, "continued", "moved"]),
+    "deepspeed_zero3": (2, ["hope", "hope-sparse", "llama", "gpt2", "poisoned", *FP16, "continued", "moved"]),
+    "deepspeed_zero3_offload": (2, ["dry", "llama", "poisoned"]),
+    "single_bf16": (1, ["llama"]),
+}  # fmt: skip
+# Model, optimizer steps, and the accumulated batches per step with several processes.
+RUNS = {
+    "dry": ([*LLAMA, "--dry_run"], 4, 1),
+    "hope": (HOPE, 5, 1),
+    "hope-sparse": (HOPE_SPARSE, 4, 2),
+    "llama": (LLAMA, 4, 4),
+    "gpt2": (GPT2, 4, 1),
+    "muon": ([*HOPE, "--optimizer", "muon", "--adam_epsilon", "1e-3"], 4, 1),
+    "poisoned": (LLAMA, 4, 1),
+    "fp16": (HOPE, 5, 1),
+    "levels": (LEVELS, 4, 1),
+    "shards": (LLAMA, 4, 1),
+}
+# Here the run "hope" saves its weights in parts, from which "moved" of other launches and one process continue.
+IN_PARTS = {"fsdp1", "fsdp_hybrid", "deepspeed_zero3"}
+# Runs in which no process ever holds the whole model; they continue (from parts under the hybrid).
+SHARDED_FROM_THE_START = {"fsdp2": ["moved"], "fsdp_hybrid": ["moved"]}
+# The engine whose checkpoint the run "moved" continues: one process, or two processes for four.
+SOURCES = {"fsdp_hybrid": "fsdp2"}
+POISONED_STEP = 2
+LATER_POISONED_STEP = 4
+# Within a period of the second level, whose clock is saved too.
+SAVED_STEP = 3
+
+
+def deepspeed_has_fp16() -> bool:
+    """DeepSpeed's own check before it trains in fp16 on a CPU."""
+    try:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def plan(
+    data: list[str],
+    processes: int,
+    wanted: list[str],
+    source: Path | None = None,
+    engine: str | None = None,
+    shards: list[str] = (),
+) -> dict[str, dict]:
+    """The wanted runs for one launch, in their order; `source` holds the runs of another one."""
+    runs = {}
+    for name, (model, steps, accumulated) in RUNS.items():
+        accumulated = min(accumulated, ROWS // processes) if processes > 1 else 1
+        rows = ROWS // processes // accumulated
+        batch = ["--per_device_train_batch_size", str(rows), "--gradient_accumulation_steps", str(accumulated)]
+        length = ["--max_train_steps", str(steps), "--checkpointing_steps", str(SAVED_STEP)]
+        text = shards if name == "shards" else data
+        runs[name] = {"flags": [*model, *text, *SMALL, *batch, *length]}
+    last = processes - 1
+    runs["poisoned"]["poison"] = [POISONED_STEP, last]
+    runs["fp16"] |= {"overflow": [POISONED_STEP, last], "poison": [LATER_POISONED_STEP, last]}
+    # The same step is poisoned again, and none overflows.
+    again = {"forget": [RUNS["fp16"][1]], "overflow": [99, 0], "poison": [LATER_POISONED_STEP - SAVED_STEP, last]}
+    runs["fp16 continued"] = {"flags": runs["fp16"]["flags"], **again}
+    if engine in IN_PARTS:
+        runs["hope"]["flags"] += ["--save_sharded"]
+    runs["reduced"] = {"flags": [*runs["llama"]["flags"], "--sync_each_batch"]}
+    forgotten = [RUNS["hope"][1]]
+    runs["continued"] = {"flags": runs["hope"]["flags"], "forget": forgotten}
+    # Two ways to continue after the first checkpoint: with its own, and with another launch's.
+    # The latter recomputes its mixers, which changes no number.
+    recomputing = [*runs["hope"]["flags"], "--gradient_checkpointing", "mixer"]
+    runs["moved"] = {"flags": recomputing, "forget": forgotten, "source": f"{source}/hope"}
+    for name in SHARDED_FROM_THE_START.get(engine, ()):
+        runs[name]["flags"] = [*runs[name]["flags"], "--init", "sharded"]
+    return {name: run for name, run in runs.items() if name in wanted}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launch has left."""
+
+    folder: Path
+    rows: dict[str, list[dict]]
+
+    def output(self, name: str) -> str:
+        """What the run printed."""
+        whole = (self.folder / "machine_0.txt").read_text()
+        return whole.partition(f"=== {name}\n")[2].partition("\n=== ")[0]
+
+    def files(self, name: str, pattern: str) -> list[Path]:
+        """The files of its processes, of the first rank first."""
+        return sorted((self.folder / name / "processes").glob(pattern))
+
+
+class Launches:
+    """Launches by engine, each made at its first use; "single" is all runs in this process."""
+
+    def __init__(self, factory: pytest.TempPathFactory, corpus: list[str], shards: list[str]):
+        self.factory, self.corpus, self.shards = factory, corpus, shards
+        self.made = {}
+
+    def __call__(self, engine: str) -> Launched:
+        if engine not in self.made:
+            # A failed launch fails every test of its engine, and is not repeated.
+            self.made[engine] = None
+            self.made[engine] = self._launch(engine)
+        assert self.made[engine] is not None, f"the launch of {engine} has failed"
+        return self.made[engine]
+
+    def _launch(self, engine: str) -> Launched:
+        everything = [name for name in RUNS if name != "dry"]
+        processes, wanted = ENGINES.get(engine, (1, everything))
+        if engine.startswith("deepspeed") and not deepspeed_has_fp16():
+            wanted = [run for run in wanted if run not in FP16]
+        source = self(SOURCES.get(engine, "single")).folder if "moved" in wanted else None
+        folder = self.factory.mktemp(engine)
+        runs = plan(self.corpus, processes, wanted, source, engine, self.shards)
+        return Launched(folder, run_plan(engine, processes, runs, folder))
 
 
 def run_plan(
@@ -51,7 +183,7 @@ def launch(config: str, processes: int, entries: list[dict], folder: Path, on_cp
     paths = os.pathsep.join([str(ROOT), str(HERE)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment |= {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    launcher = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(file)]
     launcher += ["--num_processes", str(processes)]
     if machines > 1:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -4,8 +4,9 @@
 
 The plan is a list of {"folder": ..., "flags": [...]}, with optional "forget": steps whose checkpoints are removed
 first, so that the run continues; "source": a finished run's folder that is copied first; "poison": [step, rank], a
-loss that is not finite on one process; and "overflow": [step, rank], in fp16, a gradient that is not finite. Data are
-masked as in `ddp_worker.py`. Each run's rows go to `FOLDER.<index>.json`.
+loss that is not finite on one process; and "overflow": [step, rank], in fp16, a gradient that is not finite. Labels
+are masked by the row's content, so that processes have different counts of valid tokens. Each run's rows go to
+`FOLDER.<index>.json`.
 """
 
 import json
@@ -15,13 +16,34 @@ import shutil
 import sys
 from pathlib import Path
 
-import ddp_worker
 import torch.distributed as dist
 from pytest import MonkeyPatch
 from training_runs import forget_the_end, fp16_on_cpu, read_rows, reset_accelerate
 
 from hope_hf.training import finish, main, setup, trainer
 from hope_hf.training.preflight import run as preflight
+
+build_data = setup.build_data
+
+
+class Masked:
+    """Batches with labels that are masked by the first token of their row."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        for batch, state in self.batches:
+            labels = batch["labels"].clone()
+            for row, first in zip(labels, batch["input_ids"][:, 0], strict=True):
+                row[: int(first) * 7 % (len(row) - 2)] = -100
+            yield {**batch, "labels": labels}, state
+
+
+def masked_data(*arguments, **keywords):
+    data = build_data(*arguments, **keywords)
+    data.train = Masked(data.train)
+    return data
 
 
 class Poisoned:
@@ -71,14 +93,17 @@ def run(
 def run_all(plan: list[dict]):
     """Every run of the plan, in this process."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(setup, "build_data", ddp_worker.masked_data)
+        patch.setattr(setup, "build_data", masked_data)
         # The sample would take longer than the training, and leaving ends the process.
         patch.setattr(finish, "SAMPLE_TOKENS", 1)
         patch.setattr(finish, "draw_curves", lambda *arguments: None)
         patch.setattr(trainer, "leave", lambda accelerator: None)
         patch.setattr(preflight, "leave", lambda accelerator, status: None)
         for index, entry in enumerate(plan):
-            run(index, **{**entry, "folder": Path(entry["folder"])})
+            folder = Path(entry["folder"])
+            if os.environ.get("RANK", "0") == "0":
+                print(f"\n=== {folder.name}", flush=True)
+            run(index, **{**entry, "folder": folder})
 
 
 if __name__ == "__main__":

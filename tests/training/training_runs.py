@@ -1,6 +1,8 @@
 """Small models for tests, and the output of runs."""
 
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -37,6 +39,16 @@ HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",layer_types=[full_attention,full_attentio
 SPARSE = "sparse_block_size=8,sparse_compress_stride=4,sparse_top_k=3,sparse_window=8"
 HOPE_SPARSE = [HOPE[0], HOPE[1] + f",layer_types=[hope_memory,sparse_attention],{SPARSE}"]
 HOPE_HYBRID = [HOPE[0], HOPE[1] + ",layer_types=[hope_memory,full_attention]"]
+# Without the gate, since a new model's loss is that of a uniform guess.
+LEARNING = dict(blocks=[0, 1], rate=0.1, drift=0.3, gate=False)
+SIZES = dict(
+    hidden_size=64, num_hidden_layers=2, level_intermediate_sizes=[32, 32], level_periods=[256, 512],
+    memory_chunk_size=8, level_learning=LEARNING,
+)  # fmt: skip
+LEVELS = ["--config_overrides", json.dumps(SIZES), "--level_learning", "sequence", "--level_learning_period", "8"]
+
+# With these a run has its checkpoints 4 and 8, and the fixture `trained` its flags.
+EVERY_FOURTH = ["--checkpointing_steps", "4", "--eval_steps", "4", "--save_total_limit", "9"]
 
 
 def reset_accelerate():
@@ -93,6 +105,17 @@ def make_tokenizer(texts: list[str], vocab_size: int = 300) -> PreTrainedTokeniz
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def change_losses(patch, change):
+    """`change(count, loss)` instead of every batch's loss in the next run, counted from 1."""
+    counts, summed_loss = itertools.count(1), trainer.summed_loss
+    patch.setattr(trainer, "summed_loss", lambda *arguments: change(next(counts), summed_loss(*arguments)))
+
+
+def no_number(*counts: int):
+    """For `change_losses`: these losses are not finite."""
+    return lambda count, loss: loss * math.nan if count in counts else loss
 
 
 def mask_steps(patch, *steps: int):

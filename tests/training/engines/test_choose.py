@@ -30,7 +30,9 @@ def arguments(batches: int) -> Arguments:
 
 def fsdp1(strategy: str, args: Arguments, offload: bool = False) -> FSDP1:
     plugin = SimpleNamespace(
-        sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, cpu_offload=CPUOffload(offload),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+        cpu_offload=CPUOffload(offload),
         activation_checkpointing=False,
     )
     accelerator = SimpleNamespace(

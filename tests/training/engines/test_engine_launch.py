@@ -12,8 +12,6 @@ from hope_hf.common.adapters import add_lora
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.plan import StepOptions, plan_running
 from hope_hf.plan.launch import read_launch_file
-from hope_hf.plan.memory import memory
-from hope_hf.plan.shapes import meta_model, shapes_of
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.fsdp2 import FSDP2
@@ -86,35 +84,6 @@ def test_strategies_of_version_1(strategy, key, parts, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     launch = fsdp(FSDP1, fsdp_version=1, use_orig_params=True, sharding_strategy=strategy).launch()
     assert (launch.strategy.key, launch.strategy.engine, launch.parts) == (key, "fsdp1", parts)
-
-
-@pytest.mark.parametrize("named", ["none", "mixer"])
-def test_blocks_that_the_launch_file_recomputes_are_planned(named):
-    launch = fsdp(FSDP2, activation_checkpointing=True, **SHARDED).launch()
-    config, step = HopeConfig.from_preset("tiny"), StepOptions(1, 256, checkpointing=named)
-    blocks = StepOptions(1, 256, checkpointing="block")
-    model = meta_model(config)
-    same = plan_running(model, launch, step, 8) == plan_running(model, launch, blocks, 8)
-    assert launch.checkpointing and same is (named == "none")
-
-
-def test_sizes_are_those_of_the_whole_model():
-    # Levels that step more rarely have a sum of gradients besides Adam's moments.
-    config = HopeConfig.from_preset("pilot", level_intermediate_sizes=[1128, 1128], level_periods=[4096, 16_384])
-    step = StepOptions(batch_size=2, block_size=512)
-    sharded, replicas = (RUNNING[name]().launch() for name in ("fsdp2", "ddp"))
-    model = meta_model(config)
-    planned, shapes = plan_running(model, sharded, step, per_node=8), shapes_of(config)
-    assert planned.weights == 4 * shapes.count and planned.is_shared_out
-    assert 8 * shapes.count < planned.optimizer < 12 * shapes.count
-    assert planned.peak == memory(config, shapes, sharded, step, 8).peak
-    assert planned.peak < plan_running(model, replicas, step, per_node=8).peak
-    held, reduced = (
-        plan_running(model, sharded, StepOptions(2, 512, accumulation=4, sync_each_batch=sync), per_node=8)
-        for sync in (False, True)
-    )
-    assert held.whole_gradients == 4 * shapes.count and reduced.whole_gradients == 0
-    assert reduced.peak < held.peak
 
 
 def test_frozen_weights_have_no_gradient_and_no_state_of_the_optimizer():
