@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 from accelerate import PartialState
-from training_runs import HOPE, LLAMA, curve
-from transformers import AutoModelForCausalLM, get_scheduler
+from safetensors.torch import load_file
+from training_runs import EVERY_FOURTH, HOPE, curve
+from transformers import get_scheduler
 
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.training import trainer
@@ -30,127 +31,93 @@ def rates(rows) -> list[float]:
 
 
 def test_more_steps_continue_a_finished_run_with_a_new_warm_up(run, tmp_path, capsys):
-    steps = ["--num_warmup_steps", "2"]
-    _, first = run("a", *EACH, *steps, "--max_train_steps", 4)
+    steps = [*EACH, "--num_warmup_steps", "2"]
+    _, first = run("a", *steps, "--max_train_steps", 4)
     capsys.readouterr()
-    status, rows = run("a", *EACH, *steps, "--max_train_steps", 8)
-    assert status == 0 and curve(rows)[:4] == curve(first)
+    status, stopped = run("a", *steps, "--max_train_steps", 8, "--stop_after", 2)
     told = capsys.readouterr().out
-    assert "had ended at step 4 with a learning rate of 0: it begins again there, rises to 0.005 in 2 steps" in told
+    assert status == 0 and stopped[-1]["step"] == 6 and "begins again there" in told and "0.005 in 2 steps" in told
+    status, rows = run("a", *steps, "--max_train_steps", 8)
+    assert status == 0 and curve(rows)[:4] == curve(first) and "begins again" not in capsys.readouterr().out
     assert rates(rows) == pytest.approx([5e-3 * x for x in (0, 0.5, 1, 0.5) * 2])
     assert json.loads((tmp_path / "a/run.json").read_text())["identity"]["max_train_steps"] == 8
-
-    run("b", *EACH, *steps, "--max_train_steps", 4)
-    status, stopped = run("b", *EACH, *steps, "--max_train_steps", 8, "--stop_after", 2)
-    assert status == 0 and stopped[-1]["step"] == 6 and "Stopped at step 6" in capsys.readouterr().out
-    status, again = run("b", *EACH, *steps, "--max_train_steps", 8)
-    assert curve(again) == curve(rows)
-    assert "begins again" not in capsys.readouterr().out
-
-    assert run("b", *EACH, *steps, "--max_train_steps", 3)[0] == 2
-    assert "has done 8 steps and the run now has 3: raise --max_train_steps" in capsys.readouterr().err
+    assert run("a", *steps, "--max_train_steps", 3)[0] == 2
+    assert "raise --max_train_steps" in capsys.readouterr().err
 
 
-def test_more_epochs_continue_a_finished_run(run, capsys):
-    one, two = ([*EACH, "--num_train_epochs", epochs] for epochs in ("0.05", "0.1"))
-    _, first = run("a", *one)
-    steps = len(curve(first))
-    status, rows = run("a", *two)
-    longer = len(curve(rows))
-    assert status == 0 and curve(rows)[:steps] == curve(first) and longer in (2 * steps - 1, 2 * steps)
-    assert f"had ended at step {steps}" in capsys.readouterr().out
-    assert run("a", *one)[0] == 2
-    assert f"has done {longer} steps and the run now has {steps}" in capsys.readouterr().err
-    assert run("a", *two)[0] == 0 and "is complete; raise --num_train_epochs to" in capsys.readouterr().out
+def test_epochs_end_at_the_same_row_however_often_the_batch_changes(run, capsys):
+    epochs = [*EACH, "--num_train_epochs", "0.2", "--per_device_train_batch_size"]
+    _, whole = run("whole", *epochs, 4)
+    changed = [*epochs, 2, "--resume_from_checkpoint", "latest"]
+    run("a", *epochs, 4, "--stop_after", 3)
+    run("a", *changed, "--stop_after", 2)
+    status, parts = run("a", *changed)
+    assert status == 0 and abs(parts[-1]["tokens"] - whole[-1]["tokens"]) < 4 * 32
 
 
-@pytest.mark.parametrize("before, now", [(4, 2), (2, 4)])
-def test_epochs_end_at_the_same_row_however_often_the_batch_changes(run, before, now):
-    def part(rows, *flags):
-        return run("a", *EACH, "--num_train_epochs", "0.2", "--per_device_train_batch_size", rows, *flags)
-
-    _, rows = run("whole", *EACH, "--num_train_epochs", "0.2", "--per_device_train_batch_size", 4)
-    part(before, "--stop_after", 3)
-    changed = "--resume_from_checkpoint", "latest"
-    part(now, *changed, "--stop_after", 2)
-    assert part(now, *changed, "--stop_after", 1)[0] == 0
-    status, parts = part(now, *changed)
-    assert status == 0 and abs(parts[-1]["tokens"] - rows[-1]["tokens"]) < 4 * 32
-
-
-def test_a_complete_run_whose_checkpoints_are_gone_is_not_begun_again(run, tmp_path, capsys):
-    run("a", *EACH, "--max_train_steps", 4)
-    for checkpoint in (tmp_path / "a").glob("checkpoint-*"):
+def test_a_complete_run_whose_checkpoints_are_gone_is_not_begun_again(run, trained, tmp_path, capsys):
+    folder = trained("llama").copy(tmp_path / "a")
+    for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    before = (tmp_path / "a/metrics.jsonl").read_text()
-    assert run("a", *EACH, "--max_train_steps", 6)[0] == 2
-    assert "holds a complete run without a checkpoint" in capsys.readouterr().err
-    assert (tmp_path / "a/metrics.jsonl").read_text() == before
+    before = (folder / "metrics.jsonl").read_text()
+    assert run("a", *EVERY_FOURTH, "--max_train_steps", 9)[0] == 2
+    assert "complete run without a checkpoint" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == before
 
 
 def test_a_changed_file_of_level_optimizers_is_refused(run, tmp_path, capsys):
     file = tmp_path / "levels.json"
     flags = [*EACH, "--level_optimizers", file]
     file.write_text('{"1": {"lr_factor": 2}}')
-    assert run("a", *flags, "--max_train_steps", 2, model=HOPE)[0] == 0
+    assert run("a", *flags, "--max_train_steps", 1, model=HOPE)[0] == 0
     file.write_text('{"1": {"lr_factor": 0.5}}')
     assert run("a", *flags, "--max_train_steps", 4, model=HOPE)[0] == 2
     assert "content of level_optimizers was" in capsys.readouterr().err
 
 
-def test_a_constant_rate_goes_on_as_in_one_longer_run(run, capsys):
-    status, rows = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 4)
-    status, longer = run("a", "--lr_scheduler_type", "constant", "--max_train_steps", 6)
-    assert status == 0 and curve(longer)[:4] == curve(rows) and len(curve(longer)) == 6
-    assert "as if it had begun with it" in capsys.readouterr().out
-
-
-def test_a_schedule_of_its_own_length_makes_parts_equal_the_whole(run):
-    whole = run("whole", *EACH, "--lr_scheduler_steps", 8)[1]
-    run("parts", *EACH, "--lr_scheduler_steps", 8, "--max_train_steps", 4)
-    parts = run("parts", *EACH, "--lr_scheduler_steps", 8)[1]
+def test_a_schedule_of_its_own_length_makes_parts_equal_the_whole(run, trained):
+    schedule = [*EACH, "--lr_scheduler_steps", 8]
+    run("parts", *schedule, "--max_train_steps", 4)
+    _, parts = run("parts", *schedule)
+    whole = trained("llama").rows
     assert curve(parts) == curve(whole) and rates(parts) == rates(whole)
 
 
-def test_a_fork_goes_on_bit_for_bit_in_another_folder(run, tmp_path, capsys):
-    _, whole = run("a", *EACH)
-    source = tmp_path / "a" / "checkpoint-4"
-    status, rows = run("b", *EACH, "--resume_from_checkpoint", source, "--stop_after", 2)
+def test_a_fork_goes_on_bit_for_bit_in_another_folder(run, trained, tmp_path, capsys):
+    whole = trained("llama")
+    fork = [*EACH, "--resume_from_checkpoint", whole.folder / "checkpoint-4"]
+    status, rows = run("b", *fork, "--stop_after", 2)
     assert status == 0 and rows[-1]["step"] == 6
     # The same command goes on in the fork, and does not begin again from the other run.
-    status, rows = run("b", *EACH, "--resume_from_checkpoint", source)
-    assert status == 0 and curve(rows) == curve(whole)[4:]
+    status, rows = run("b", *fork)
+    assert status == 0 and curve(rows) == curve(whole.rows)[4:]
     assert "b/checkpoint-6 at step 6." in capsys.readouterr().out
-    assert run("a", *EACH)[0] == 0 and "is complete" in capsys.readouterr().out
-
-    assert run("b", *EACH, "--resume_from_checkpoint", tmp_path / "a", "--max_train_steps", 9)[0] == 2
+    newest = ["--resume_from_checkpoint", whole.folder, "--max_train_steps", 9]
+    assert run("b", *EACH, *newest)[0] == 2
     assert "did not begin from --resume_from_checkpoint" in capsys.readouterr().err
     # A run's folder stands for its newest checkpoint.
-    status, rows = run("c", *EACH, "--resume_from_checkpoint", tmp_path / "a", "--max_train_steps", 9)
+    status, rows = run("c", *EACH, *newest)
     assert status == 0 and [row["step"] for row in rows if "train/loss" in row] == [9]
-    assert run("d", *EACH, "--resume_from_checkpoint", tmp_path / "a", "--block_size", 16)[0] == 2
+    assert run("d", *newest, "--block_size", 16)[0] == 2
     assert "block_size was 32 and is now 16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", [LLAMA, HOPE], ids=["llama", "hope"])
-def test_rate_batch_and_schedule_change_only_when_asked(run, tmp_path, capsys, model):
-    run("a", *EACH, "--max_train_steps", 4, model=model)
+def test_rate_batch_and_schedule_change_only_when_asked(run, tmp_path, capsys):
+    run("a", *EACH, "--max_train_steps", 4, model=HOPE)
     changed = ["--learning_rate", "1e-3", "--per_device_train_batch_size", "2", "--weight_decay", "0"]
     changed += ["--lr_scheduler_type", "linear", "--max_train_steps", "6", "--num_warmup_steps", "0"]
-    assert run("a", *EACH, *changed, model=model)[0] == 2
-    assert "give --resume_from_checkpoint latest to continue it with this change" in capsys.readouterr().err
-    (source,) = (tmp_path / "a").glob("checkpoint-2")
-    status, rows = run("b", *EACH, *changed, "--resume_from_checkpoint", source, model=model)
+    assert run("a", *EACH, *changed, model=HOPE)[0] == 2
+    assert "--resume_from_checkpoint latest" in capsys.readouterr().err
+    source = tmp_path / "a" / "checkpoint-2"
+    status, rows = run("b", *EACH, *changed, "--resume_from_checkpoint", source, model=HOPE)
     told = capsys.readouterr().out
-    assert status == 0 and "learning_rate was 0.005 and is now 0.001: from step 3 on" in told
-    assert "rows_per_step was 4 and is now 2" in told and "weight_decay was 0.1 and" in told
-    assert "is now linear of 6 steps and was cosine of 4: step 3 has the learning rate 0.000666" in told
+    assert status == 0 and "learning_rate was 0.005 and is now 0.001" in told
+    assert "rows_per_step was 4 and is now 2" in told and "weight_decay was 0.1" in told and "0.000666" in told
     assert rates(rows) == pytest.approx([1e-3 * (6 - step) / 6 for step in (2, 3, 4, 5)])
     assert [row["tokens"] for row in rows if "train/loss" in row] == [2 * 128 + 64 * n for n in (1, 2, 3, 4)]
-    if model is HOPE:
-        # Two of four calls are four of eight now, and level 0 has just stepped.
-        waited = [curve(rows, f"level/{level}/tokens_since_update") for level in (0, 1)]
-        assert waited == [[64, 128, 192, 0], [320, 384, 448, 0]]
+    # Two of four calls are four of eight now, and level 0 has just stepped.
+    assert curve(rows, "level/0/tokens_since_update") == [64, 128, 192, 0]
+    assert curve(rows, "level/1/tokens_since_update") == [320, 384, 448, 0]
 
 
 @pytest.mark.parametrize("before, now, calls, kept", [(4, 8, 3, 6), (8, 4, 7, 3), (3, 2, 1, 1), (4, 2, 0, 0)])
@@ -220,25 +187,25 @@ def test_a_schedule_that_begins_again_rises_from_the_last_rate():
 
 
 @pytest.mark.parametrize(
-    "changes, sentence",
+    "kind, settings, words",
     [
-        ({"lr_scheduler_kwargs": '{"min_lr": 0.1}'}, "'min_lr' is unknown.*: it takes num_cycles"),
-        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"a": 1}'}, "'a' is unknown.*it takes none"),
-        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 1}'}, "times its peak"),
-        ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"decay_type": "x"}'}, "decay type: x"),
-        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "x"}'}, "do not fit .* polynomial"),
-        ({"lr_scheduler_kwargs": "[1]"}, "cannot be read"),
-        ({"lr_scheduler_kwargs": "{"}, "cannot be read"),
+        ("cosine", '{"min_lr": 0.1}', "'min_lr' is unknown.*num_cycles"),
+        ("constant", '{"a": 1}', "'a' is unknown"),
+        ("cosine_with_min_lr", '{"min_lr": 1}', "times its peak"),
+        ("warmup_stable_decay", '{"decay_type": "x"}', "decay type: x"),
+        ("polynomial", '{"power": "x"}', "polynomial"),
+        ("cosine", "[1]", "cannot be read"),
+        ("cosine", "{", "cannot be read"),
     ],
 )
-def test_settings_that_do_not_fit_are_one_sentence(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        schedule_of(flags(**changes), 100).check(0.01)
+def test_settings_that_do_not_fit_are_one_sentence(kind, settings, words):
+    with pytest.raises(ValueError, match=words):
+        schedule_of(flags(lr_scheduler_type=kind, lr_scheduler_kwargs=settings), 100).check(0.01)
 
 
 def test_a_rate_that_stays_at_zero_is_refused(run, capsys):
     assert run("a", "--lr_scheduler_steps", 4)[0] == 2
-    assert "--lr_scheduler_steps 4: the learning rate is 0 from that step on" in capsys.readouterr().err
+    assert "--lr_scheduler_steps 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named, limits", [("7", (7, math.inf)), ("1.5h", (math.inf, 5400)), ("90s", (math.inf, 90))])
@@ -250,37 +217,26 @@ def test_stop_after_takes_steps_or_time(named, limits):
 
 @pytest.mark.parametrize("named", ["", "0", "0h", "-1", "2 days", "1.5", "h", "nan"])
 def test_stop_after_refuses_the_rest(named):
-    with pytest.raises(ValueError, match="--stop_after is .*: give steps or a time"):
+    with pytest.raises(ValueError, match="--stop_after"):
         parse_stop_after(named)
-
-
-def test_a_time_that_is_over_stops_after_a_checkpoint(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(StopAfter, "reached", lambda self, steps: steps == 3)
-    status, rows = run("a", "--stop_after", "1h")
-    assert status == 0 and rows[-1]["step"] == 3 and (tmp_path / "a/checkpoint-3").is_dir()
 
 
 def test_the_model_of_the_best_evaluation_is_kept(run, tmp_path, monkeypatch, capsys):
     losses = iter([6.0, 5.0, 5.5, 5.2, 4.0])
-    flags = ["--eval_steps", 2, "--eval_on_start", "--keep_best", "eval/loss", "--max_train_steps", 6]
     evaluate = trainer.evaluate
     monkeypatch.setattr(trainer, "evaluate", lambda *options: evaluate(*options) | {"eval/loss": next(losses)})
+    flags = ["--eval_steps", 2, "--eval_on_start", "--keep_best", "eval/loss", "--max_train_steps", 6]
     status, rows = run("a", *flags, "--stop_after", 5)
     assert status == 0 and [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4]
-    assert capsys.readouterr().out.count("best eval/loss so far: the model is in") == 2
     best = tmp_path / "a/best"
     found = read_manifest(best)
     assert (found.step, found.facts["value"], found.facts["only_model"]) == (2, 5.0, True)
-    model = AutoModelForCausalLM.from_pretrained(best)
+    before = (best / "model.safetensors").read_bytes()
     # A continued run compares with the best of before.
-    losses = iter([5.2])
     assert run("a", *flags)[0] == 0 and read_manifest(best).step == 2
-    kept = AutoModelForCausalLM.from_pretrained(best).state_dict()
-    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items())
-    losses = iter([4.0])
+    assert (best / "model.safetensors").read_bytes() == before
     assert run("a", *flags, "--max_train_steps", 8)[0] == 0 and read_manifest(best).step == 8
-    final = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
-    kept = AutoModelForCausalLM.from_pretrained(best).state_dict()
+    final, kept = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", best))
     assert all(torch.equal(kept[name], tensor) for name, tensor in final.items())
     assert run("b", "--resume_from_checkpoint", best)[0] == 2
     assert "holds the model alone" in capsys.readouterr().err
@@ -294,19 +250,9 @@ def test_higher_accuracy_is_better(tmp_path):
     assert BestModel(tmp_path, "none").beaten_by({"eval/loss": 1.0}) is None
 
 
-def test_evaluations_and_the_best_model_change_no_step(run):
-    plain = run("a")[1]
-    assert curve(run("b", "--eval_on_start", "--eval_steps", 1, "--keep_best", "eval/loss")[1]) == curve(plain)
-
-
-def test_every_nth_checkpoint_is_kept_for_good(run, tmp_path, recwarn):
-    steps = ["--checkpointing_steps", 1, "--save_total_limit", 1]
-    run("a", *steps, "--keep_every", 3)
-    assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*")) == [
-        "checkpoint-3", "checkpoint-6", "checkpoint-8"
-    ]  # fmt: skip
-    with pytest.warns(UserWarning, match="--keep_every 3 keeps a checkpoint every 6 steps"):
-        parse(["--output_dir", "x", "--keep_every", "3", "--checkpointing_steps", "2"])
+def test_evaluations_and_the_best_model_change_no_step(run, trained):
+    _, rows = run("b", "--eval_on_start", "--eval_steps", 1, "--keep_best", "eval/loss")
+    assert curve(rows) == curve(trained("llama").rows)
 
 
 def test_what_is_kept_for_good_stays_under_later_commands(run, tmp_path):
@@ -318,18 +264,17 @@ def test_what_is_kept_for_good_stays_under_later_commands(run, tmp_path):
     assert kept == {3, 6, 9, 10, 11}
     record = json.loads((tmp_path / "a/run.json").read_text())
     assert record["keep_every"] == [3, 5] and len(record["commands"]) == 3
+    with pytest.warns(UserWarning, match="--keep_every 3 keeps a checkpoint every 6 steps"):
+        parse(["--output_dir", "x", "--keep_every", "3", "--checkpointing_steps", "2"])
 
 
 def test_a_refused_command_names_the_last_of_the_run(run, monkeypatch, capsys):
-    """The first of a run that was changed is refused as well."""
-    changed = ["--max_train_steps", "3"], ["--resume_from_checkpoint", "latest"]
-    for words, more in (["--seed", "my seed"], []), changed:
-        monkeypatch.setattr(sys, "argv", ["hope-hf", "train", *words])
-        flags = [*EACH, "--max_train_steps", 3 if more else 2]
-        assert run("a", *flags, *more)[0] == 0
-        capsys.readouterr()
-        assert run("a", *flags, "--seed", 9)[0] == 2
-        assert f"repeat its flags to continue it ({shlex.join(sys.argv)})," in capsys.readouterr().err
+    flags = [*EACH, "--max_train_steps", 2]
+    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", "--seed", "my seed"])
+    assert run("a", *flags)[0] == 0
+    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", "--seed", "of another command"])
+    assert run("a", *flags, "--seed", 9)[0] == 2
+    assert shlex.join(["hope-hf", "train", "--seed", "my seed"]) in capsys.readouterr().err
 
 
 def test_a_kill_between_two_names_loses_no_best_model(tmp_path):

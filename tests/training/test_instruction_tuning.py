@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
-from training_runs import HOPE, LLAMA, ROOT, curve, forget_the_end, make_tokenizer
+from training_runs import ROOT, curve, forget_the_end, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hope_hf.common.adapters import require_peft_for_training
@@ -45,98 +45,6 @@ def test_the_recipe_is_read_without_a_warning(chats):
     assert args.assistant_only_loss and not args.trust_remote_code
 
 
-@pytest.mark.parametrize("kind", [HOPE, LLAMA], ids=["hope", "llama"])
-def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, tmp_path, chats, kind, capsys):
-    assert run("base", "--max_train_steps", "2", model=kind)[0] == 0
-    model = [RECIPE, "--model_name_or_path", str(tmp_path / "base")]
-    flags = ["--gradient_accumulation_steps", "1", "--checkpointing_steps", "4"]
-    status, rows = run("chat", *flags, model=model, data=chats)
-    losses = curve(rows)
-    assert status == 0 and losses[-1] < losses[0] - 0.3 and rows[-1]["eval/loss"] < losses[0] - 0.3
-    assert "Assistant: " in AutoTokenizer.from_pretrained(tmp_path / "chat").chat_template
-    forget_the_end(tmp_path / "chat", 8)
-    status, again = run("chat", *flags, model=model, data=chats)
-    assert status == 0 and curve(again)[-4:] == losses[-4:]
-    told = capsys.readouterr().out
-    assert (f"Talk to it: hope-hf chat {tmp_path / 'chat'}\n" in told) == (kind is HOPE)
-
-    # Its own held-out chats, as text.
-    assert evaluate(["--model_name_or_path", str(tmp_path / "chat"), "--suite", "perplexity,sample"]) == 0
-    told = capsys.readouterr().out
-    assert "held-out documents, chats with all their turns" in told and "User: abc" in told
-
-
-def test_filled_chats_lack_the_token_that_begins_each_document():
-    tokenizer = make_tokenizer(["a b"])
-    tokenizer.bos_token, tokenizer.chat_template = (
-        "<s>",
-        "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}",
-    )
-    ((text, ids),) = filled_chats(ChatTemplate(tokenizer), [json.dumps(CHATS[0])])
-    assert text == f"abc 0 def?|{CHATS[0][1]['content']}|"
-    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_a_small_file_gets_a_warning_of_its_few_steps(run, tmp_path, chats, recwarn):
-    assert run("base", "--max_train_steps", "1")[0] == 0
-    model = [RECIPE, "--model_name_or_path", str(tmp_path / "base")]
-    assert run("chat", "--num_train_epochs", "1", model=model, data=chats)[0] == 0
-    (told,) = [str(one.message) for one in recwarn if "step(s)" in str(one.message)]
-    assert "lower --gradient_accumulation_steps" in told and "raise --num_train_epochs" in told
-
-
-@pytest.mark.parametrize(("rows", "said"), [(16, ["An epoch has 6 step(s), since one reads 16,384 tokens"]), (1, [])])
-def test_a_loaded_model_with_few_steps_an_epoch_gets_a_warning(rows, said, recwarn):
-    """However many steps the run has: 60 KB of chats must not be read in three large steps."""
-    data = SimpleNamespace(block_size=1024, train_tokens=100_000)
-    args = Arguments(model_name_or_path="runs/demo", max_train_steps=120)
-    _warn_of_few_steps(args, data, tokens_per_step=rows * 1024, total_steps=120)
-    told = [str(one.message).partition(" tokens")[0] + " tokens" for one in recwarn]
-    assert told == said
-
-
-@pytest.mark.parametrize("kind", [HOPE, LLAMA], ids=["hope", "llama"])
-def test_lora_trains_is_saved_as_an_adapter_resumes_and_is_evaluated(run, tmp_path, chats, kind, capsys):
-    assert run("base", "--max_train_steps", "2", model=kind)[0] == 0
-    before = {name: value.clone() for name, value in load(tmp_path / "base").state_dict().items()}
-    model = [RECIPE, "--model_name_or_path", str(tmp_path / "base"), "--lora_rank", "4"]
-    flags = ["--gradient_accumulation_steps", "1", "--checkpointing_steps", "4", "--learning_rate", "3e-2"]
-    status, rows = run("lora", *flags, model=model, data=chats)
-    losses = curve(rows)
-    assert status == 0 and losses[-1] < losses[0] - 0.3
-    assert "LoRA of rank 4 trains" in capsys.readouterr().out
-    for folder in (tmp_path / "lora", tmp_path / "lora" / "checkpoint-8"):
-        assert not (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
-        config = json.loads((folder / "adapter_config.json").read_text())
-        assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(tmp_path / "base"))
-    forget_the_end(tmp_path / "lora", 8)
-    status, again = run("lora", *flags, model=model, data=chats)
-    assert status == 0 and curve(again)[-4:] == losses[-4:] and again[-1]["eval/loss"] == rows[-1]["eval/loss"]
-
-    ids = torch.arange(24).view(2, 12)
-    adapted = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "lora").eval()
-    assert all(not name.startswith("base_model.model.lm_head.lora") for name, _ in adapted.named_parameters())
-    expected = adapted(input_ids=ids).logits
-    assert (expected - load(tmp_path / "base")(ids).logits).abs().max() > 1e-2
-    torch.testing.assert_close(load(tmp_path / "lora")(ids).logits, expected, rtol=0, atol=1e-5)
-    # As transformers itself loads it, and as an adapter of the merged model.
-    direct = AutoModelForCausalLM.from_pretrained(tmp_path / "lora").eval()
-    torch.testing.assert_close(direct(ids).logits, expected, rtol=0, atol=1e-5)
-    for name, value in load(tmp_path / "base").state_dict().items():
-        assert torch.equal(value, before[name])
-    second = [RECIPE, "--model_name_or_path", str(tmp_path / "lora"), "--lora_rank", "2"]
-    status, more = run("second", *flags, model=second, data=chats)
-    assert status == 0 and curve(more)[0] < losses[0] - 0.2
-    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tmp_path / "lora")
-    assert load(tmp_path / "second")(ids).logits.isfinite().all()
-    assert evaluate(["--model_name_or_path", str(tmp_path / "lora"), "--suite", "perplexity", "--lengths", "32",
-                     "--validation_file", chats[1], "--text_column", "note"]) == 0  # fmt: skip
-    if kind is HOPE:
-        exported, _ = load_source(tmp_path / "lora")
-        torch.testing.assert_close(exported(ids).logits, expected, rtol=0, atol=1e-5)
-
-
 def load(folder):
     config = load_config(str(folder), "model_name_or_path", ModelArguments())
     return load_model(str(folder), config, "DIR")
@@ -156,15 +64,82 @@ def test_lora_is_refused_where_it_cannot_be(words, sentence):
         parse(["--output_dir", "x", "--lora_rank", "4", *words])
 
 
-def test_lora_without_peft_is_a_sentence(run, tmp_path, chats, monkeypatch, capsys):
-    assert run("base", "--max_train_steps", "1")[0] == 0
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run("lora", "--lora_rank", "4", model=[RECIPE, "--model_name_or_path", str(tmp_path / "base")])[0] == 2
-    assert "--lora_rank needs PEFT: pip install peft." in capsys.readouterr().err
+def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, trained, tmp_path, chats, capsys):
+    model = [RECIPE, "--model_name_or_path", str(trained("hope").folder)]
+    flags = ["--gradient_accumulation_steps", "1", "--checkpointing_steps", "4"]
+    status, rows = run("chat", *flags, model=model, data=chats)
+    losses = curve(rows)
+    assert status == 0 and losses[-1] < losses[0] - 0.3 and rows[-1]["eval/loss"] < losses[0] - 0.3
+    assert f"hope-hf chat {tmp_path / 'chat'}\n" in capsys.readouterr().out
+    assert "Assistant: " in AutoTokenizer.from_pretrained(tmp_path / "chat").chat_template
+    forget_the_end(tmp_path / "chat", 8)
+    status, again = run("chat", *flags, model=model, data=chats)
+    assert status == 0 and curve(again)[-4:] == losses[-4:]
+
+    # Its own held-out chats, as text.
+    capsys.readouterr()
+    assert evaluate(["--model_name_or_path", str(tmp_path / "chat"), "--suite", "perplexity,sample"]) == 0
+    assert "User: abc" in capsys.readouterr().out
 
 
-def test_a_peft_older_than_transformers_wants_is_named(monkeypatch):
+def test_filled_chats_lack_the_token_that_begins_each_document():
+    tokenizer = make_tokenizer(["a b"])
+    tokenizer.bos_token = "<s>"
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}"
+    ((text, ids),) = filled_chats(ChatTemplate(tokenizer), [json.dumps(CHATS[0])])
+    assert text == f"abc 0 def?|{CHATS[0][1]['content']}|"
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(("rows", "warnings"), [(16, 1), (1, 0)])
+def test_a_loaded_model_with_few_steps_an_epoch_gets_a_warning(rows, warnings, recwarn):
+    """However many steps the run has: 60 KB of chats must not be read in three large steps."""
+    data = SimpleNamespace(block_size=1024, train_tokens=100_000)
+    args = Arguments(model_name_or_path="runs/demo", max_train_steps=120)
+    _warn_of_few_steps(args, data, tokens_per_step=rows * 1024, total_steps=120)
+    assert len(recwarn) == warnings
+    assert all("An epoch has 6 step(s)" in str(warning.message) for warning in recwarn)
+
+
+def test_lora_trains_is_saved_as_an_adapter_resumes_and_is_evaluated(run, trained, tmp_path, chats):
+    base = trained("hope").folder
+    before = (base / "model.safetensors").read_bytes()
+    model = [RECIPE, "--model_name_or_path", str(base), "--lora_rank", "4"]
+    flags = ["--gradient_accumulation_steps", "1", "--checkpointing_steps", "4", "--learning_rate", "3e-2"]
+    status, rows = run("lora", *flags, model=model, data=chats)
+    losses = curve(rows)
+    assert status == 0 and losses[-1] < losses[0] - 0.3
+    for folder in (tmp_path / "lora", tmp_path / "lora" / "checkpoint-8"):
+        assert not (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(base))
+    forget_the_end(tmp_path / "lora", 8)
+    status, again = run("lora", *flags, model=model, data=chats)
+    assert status == 0 and curve(again)[-4:] == losses[-4:] and again[-1]["eval/loss"] == rows[-1]["eval/loss"]
+    assert (base / "model.safetensors").read_bytes() == before
+
+    ids = torch.arange(24).view(2, 12)
+    expected = PeftModel.from_pretrained(load(base), tmp_path / "lora").eval()(input_ids=ids).logits
+    assert (expected - load(base)(ids).logits).abs().max() > 1e-2
+    # As we load it, as transformers itself does, and as it is exported.
+    direct = AutoModelForCausalLM.from_pretrained(tmp_path / "lora").eval()
+    for adapted in (load(tmp_path / "lora"), direct, load_source(tmp_path / "lora")[0]):
+        torch.testing.assert_close(adapted(ids).logits, expected, rtol=0, atol=1e-5)
+    # An adapter of the merged model.
+    second = [RECIPE, "--model_name_or_path", str(tmp_path / "lora"), "--lora_rank", "2", "--max_train_steps", "1"]
+    status, more = run("second", *flags, model=second, data=chats)
+    assert status == 0 and curve(more)[0] < losses[0] - 0.2
+    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "lora")
+    assert load(tmp_path / "second")(ids).logits.isfinite().all()
+
+
+def test_peft_is_needed_in_a_version_that_transformers_takes(monkeypatch):
     require_peft_for_training()
-    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
-    with pytest.raises(ValueError, match="--lora_rank needs PEFT 99.0 beside transformers .*pip install -U peft"):
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
+        with pytest.raises(ValueError, match="PEFT 99.0 .*pip install -U peft"):
+            require_peft_for_training()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--lora_rank needs PEFT: pip install peft"):
         require_peft_for_training()

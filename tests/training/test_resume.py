@@ -6,13 +6,12 @@ import signal
 
 import pytest
 import torch
-from training_runs import HOPE, LLAMA, curve, forget_the_end
+from training_runs import EVERY_FOURTH, HOPE, LLAMA, change_losses, curve, forget_the_end
 from transformers import get_scheduler
 
 from hope_hf import PRESETS
 from hope_hf.training import trainer
-from hope_hf.training.checkpoints import manifest
-from hope_hf.training.checkpoints.manifest import MANIFEST, Manifest
+from hope_hf.training.checkpoints.manifest import Manifest
 from hope_hf.training.checkpoints.reader import SavedRun
 from hope_hf.training.process import QUIT, StopSignal
 from hope_hf.training.schedule import Schedule
@@ -24,122 +23,71 @@ SAVES = ["--checkpointing_steps", "2", "--eval_steps", "3", "--max_train_steps",
 @pytest.mark.parametrize(
     "model, flags",
     [
-        (LLAMA, ["--gradient_accumulation_steps", "2", "--optimizer", "muon"]),
-        (HOPE, []),
+        (LLAMA, ["--gradient_accumulation_steps", "2", "--optimizer", "muon", "--logging_steps", "3"]),
+        (HOPE, ["--eval_on_start"]),
         (HOPE, ["--document_boundary", "carry"]),
     ],
     ids=["llama-muon", "hope", "hope-carry"],
 )
-def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, model, flags):
-    status, whole = run("a", *SAVES, "--save_total_limit", "9", *flags, model=model)
-    assert status == 0 and len(curve(whole)) == 5
+def test_continued_run_equals_the_uninterrupted_one(run, tmp_path, monkeypatch, model, flags):
+    flags = [*SAVES, "--save_total_limit", "9", *flags]
+    status, whole = run("a", *flags, model=model)
     forget_the_end(tmp_path / "a", 4, 5)
-    status, continued = run("a", *SAVES, *flags, model=model)
-    assert status == 0
-    assert curve(continued) == curve(whole)
-    assert curve(continued, "train/grad_norm") == curve(whole, "train/grad_norm")
-    assert curve(continued, "eval/loss") == curve(whole, "eval/loss")
-    assert [row["step"] for row in continued] == [row["step"] for row in whole]
-
-
-def test_a_run_keeps_its_model_when_its_preset_changes(run, tmp_path, monkeypatch):
-    _, whole = run("a", *SAVES, "--save_total_limit", "9", model=HOPE)
-    forget_the_end(tmp_path / "a", 4, 5)
+    # A run keeps its model when its preset changes.
     monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"] | {"conv_kernel_size": 3, "memory_value_gate": False})
-    status, continued = run("a", *SAVES, model=HOPE)
-    assert status == 0 and curve(continued) == curve(whole)
-
-
-def test_a_resume_reads_the_manifest_at_most_twice(run, tmp_path, monkeypatch):
-    run("a", *SAVES)
-    forget_the_end(tmp_path / "a", 5)
-    reads, before_the_first_step, read_small, loss = [], [], manifest.read_small, trainer.summed_loss
-
-    def count_reads(path):
-        reads.extend([path] if path.name == MANIFEST else [])
-        return read_small(path)
-
-    def first_loss(*arguments):
-        before_the_first_step.append(len(reads))
-        return loss(*arguments)
-
-    monkeypatch.setattr(manifest, "read_small", count_reads)
-    monkeypatch.setattr(trainer, "summed_loss", first_loss)
-    assert run("a", *SAVES)[0] == 0
-    assert 1 <= before_the_first_step[0] <= 2
-
-
-def test_logging_interval_survives_the_break(run, tmp_path):
-    _, whole = run("a", *SAVES, "--logging_steps", "3", "--save_total_limit", "9")
-    forget_the_end(tmp_path / "a", 4, 5)
-    _, continued = run("a", *SAVES, "--logging_steps", "3")
-    assert curve(continued) == curve(whole)
+    status, continued = run("a", *flags, model=model)
+    assert status == 0 and len(curve(whole)) in (3, 5)
+    for name in ("train/loss", "train/grad_norm", "eval/loss", "step"):
+        assert curve(continued, name) == curve(whole, name)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_saves_at_the_step_boundary_and_the_same_command_continues(
-    run, tmp_path, monkeypatch, capsys, request, number
+    run, trained, tmp_path, monkeypatch, capsys, request, number
 ):
     # Under nohup SIGHUP is ignored, and stays so.
     before = signal.signal(number, signal.SIG_DFL)
     request.addfinalizer(lambda: signal.signal(number, before))
-    _, whole = run("whole")
-    steps = []
 
-    def interrupted_loss(*arguments):
-        steps.append(1)
-        if len(steps) == 4:
+    def interrupted(count, loss):
+        if count == 6:
             signal.raise_signal(number)
-        return trainer_loss(*arguments)
+        return loss
 
-    trainer_loss = trainer.summed_loss
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "summed_loss", interrupted_loss)
-        status, rows = run("stopped")
-    assert status == 0
-    assert rows[-1]["step"] == 4
-    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-4"]
+        change_losses(patch, interrupted)
+        status, rows = run("a")
+    assert status == 0 and rows[-1]["step"] == 6
+    assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-6"]
     assert "run the same command again" in capsys.readouterr().out
-    assert not (tmp_path / "stopped" / "model.safetensors").exists()
-    status, rows = run("stopped")
-    assert status == 0
-    assert curve(rows) == curve(whole)
-    assert curve(rows, "eval/loss") == curve(whole, "eval/loss")
+    assert not (tmp_path / "a" / "model.safetensors").exists()
+    status, rows = run("a")
+    whole = trained("llama").rows
+    assert status == 0 and curve(rows) == curve(whole)
+    assert curve(rows, "eval/loss") == curve(whole, "eval/loss")[-1:]
 
 
-def test_complete_run_is_not_repeated(run, tmp_path, capsys):
-    run("a")
-    before = (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns
+def test_complete_run_is_not_repeated(run, trained, tmp_path, capsys):
+    folder = trained("llama").copy(tmp_path / "a")
+    before = (folder / "model.safetensors").stat().st_mtime_ns
     # Of a process that was killed while it deleted a checkpoint.
-    mark = json.loads((tmp_path / "a" / "run.json").read_text())["run_id"]
-    (tmp_path / "a" / f"checkpoint-4.tmp-{mark}-0123abcd").mkdir()
-    status, _ = run("a")
-    assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-8"]
-    assert status == 0
-    assert "is complete" in capsys.readouterr().out
-    assert (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns == before
+    mark = json.loads((folder / "run.json").read_text())["run_id"]
+    (folder / f"checkpoint-6.tmp-{mark}-0123abcd").mkdir()
+    assert run("a", *EVERY_FOURTH)[0] == 0 and "is complete" in capsys.readouterr().out
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_named_checkpoint_is_taken_if_it_is_the_newest_and_later_rows_are_replaced(run, tmp_path, capsys):
-    _, whole = run("a", *SAVES, "--save_total_limit", "9")
-    named = [*SAVES, "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-2"]
-    forget_the_end(tmp_path / "a", 5)
-    assert run("a", *named)[0] == 2
-    assert "the run has gone on to checkpoint-4; give a new --output_dir" in capsys.readouterr().err
-    forget_the_end(tmp_path / "a", 4)
-    _, rows = run("a", *named, "--stop_after", 1)
-    told = capsys.readouterr().out
-    assert "checkpoint-2 at step 2" in told and "give --resume_from_checkpoint latest to continue" in told
-    _, rows = run("a", *SAVES, "--resume_from_checkpoint", "latest")
-    assert curve(rows) == curve(whole)
-
-
-def test_a_run_that_begins_again_has_one_evaluation_at_the_start(run, tmp_path):
-    flags = [*SAVES, "--eval_on_start", "--save_total_limit", "9"]
-    _, whole = run("a", *flags)
-    forget_the_end(tmp_path / "a", 2, 4, 5)
-    _, again = run("a", *flags)
-    assert [row["step"] for row in again] == [row["step"] for row in whole]
+def test_named_checkpoint_is_taken_if_it_is_the_newest_and_later_rows_are_replaced(run, trained, tmp_path, capsys):
+    folder = trained("llama").copy(tmp_path / "a")
+    named = [*EVERY_FOURTH, "--resume_from_checkpoint", folder / "checkpoint-4"]
+    forget_the_end(folder)
+    assert run("a", *named)[0] == 2 and "gone on to checkpoint-8" in capsys.readouterr().err
+    forget_the_end(folder, 8)
+    run("a", *named, "--stop_after", 1)
+    assert "give --resume_from_checkpoint latest to continue" in capsys.readouterr().out
+    _, rows = run("a", *EVERY_FOURTH, "--resume_from_checkpoint", "latest")
+    assert curve(rows) == curve(trained("llama").rows)
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -63,6 +63,7 @@ def test_nan_slow_data_and_the_loss_of_one_rank_are_in_its_heartbeat(tmp_path, c
         assert mean is None if other["loss"] is None else mean == pytest.approx((own["loss"] + other["loss"]) / 2)
 
 
+@pytest.mark.long
 def test_batches_read_ahead_and_the_profile_of_a_slow_processor(tmp_path, corpus):
     flags = ["--dataloader_num_workers", "2", "--profile_steps", "4-5"]
     ended = trained("slow_data,slow_processor", tmp_path / "run", corpus, *flags)
@@ -86,6 +87,7 @@ def test_a_hang_leaves_stacks_and_the_rank_that_did_not_come(tmp_path, corpus):
     assert "in model_inputs" not in first
 
 
+@pytest.mark.long
 def test_data_prepared_for_longer_than_the_others_wait(tmp_path, corpus):
     ended = trained("slow_preparation", tmp_path / "run", corpus, "--ddp_timeout", "2")
     assert ended.returncode == 1

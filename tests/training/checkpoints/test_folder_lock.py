@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import LLAMA, ROOT, TWO, curve, read_rows
+from training_runs import EVERY_FOURTH, LLAMA, ROOT, forget_the_end, read_rows
 
 from hope_hf.common import folder_lock
 from hope_hf.common.folder_lock import LOCK_FILE, FolderLock
@@ -86,55 +86,6 @@ def test_of_two_processes_started_at_once_one_trains(tmp_path, corpus):
     steps = [row["step"] for row in read_rows(tmp_path / "a")]
     assert steps == list(range(1, len(steps) + 1))
     assert not (tmp_path / "a" / LOCK_FILE).exists()
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("warm_python")
-def test_every_rank_learns_of_the_refusal(tmp_path, corpus, lock):
-    process = start([sys.executable, *TWO, *program(corpus, tmp_path / "a", "--max_train_steps", "1")])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert output.count(SENTENCE) == 1
-    assert list(contents(tmp_path)) == [tmp_path / "a" / LOCK_FILE]
-
-
-def test_an_interrupted_run_waits_for_who_trains_in_it_and_a_complete_one_needs_not(run, tmp_path, capsys, lock):
-    status, _ = run("a")
-    assert status == 2 and SENTENCE in capsys.readouterr().err
-    lock.release()
-    _, whole = run("a", "--checkpointing_steps", "4", "--save_total_limit", "9")
-    record = json.loads((tmp_path / "a" / "run.json").read_text())
-    lock.acquire()
-    status, _ = run("a")
-    assert status == 0 and "is complete" in capsys.readouterr().out
-
-    (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "complete": False}))
-    before = contents(tmp_path)
-    status, _ = run("a")
-    assert status == 2 and SENTENCE in capsys.readouterr().err
-    assert contents(tmp_path) == before
-    lock.release()
-    shutil.rmtree(tmp_path / "a" / "checkpoint-8")
-    status, rows = run("a")
-    assert status == 0 and curve(rows) == curve(whole)
-    assert not (tmp_path / "a" / LOCK_FILE).exists()
-
-
-def test_a_run_that_ends_while_another_waits_for_its_lock_is_not_repeated(run, tmp_path, monkeypatch, capsys):
-    run("a")
-    complete = (tmp_path / "a" / "run.json").read_text()
-    (tmp_path / "a" / "run.json").write_text(json.dumps({**json.loads(complete), "complete": False}))
-    acquire = FolderLock.acquire
-
-    def finish_first(lock):
-        (tmp_path / "a" / "run.json").write_text(complete)
-        acquire(lock)
-
-    monkeypatch.setattr(FolderLock, "acquire", finish_first)
-    before = (tmp_path / "a" / "metrics.jsonl").stat().st_mtime_ns
-    status, _ = run("a")
-    assert status == 0 and "is complete" in capsys.readouterr().out
-    assert (tmp_path / "a" / "metrics.jsonl").stat().st_mtime_ns == before
 
 
 HOLDER = """
@@ -214,7 +165,33 @@ def test_a_disk_without_locks_warns(tmp_path, monkeypatch):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_folder_that_cannot_be_made_gets_one_sentence(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--output_dir .*file/a cannot be written: Not a directory\.$"):
-        FolderLock(tmp_path / "file" / "a").acquire()
+def test_an_interrupted_run_waits_for_who_trains_in_it_and_a_complete_one_needs_not(
+    run, trained, tmp_path, capsys, lock
+):
+    assert run("a")[0] == 2 and SENTENCE in capsys.readouterr().err
+    lock.release()
+    folder = trained("llama").copy(tmp_path / "a")
+    lock.acquire()
+    assert run("a", *EVERY_FOURTH)[0] == 0 and "is complete" in capsys.readouterr().out
+    forget_the_end(folder, 8)
+    before = contents(tmp_path)
+    assert run("a", *EVERY_FOURTH)[0] == 2 and SENTENCE in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    lock.release()
+    assert run("a", *EVERY_FOURTH)[0] == 0 and not (folder / LOCK_FILE).exists()
+
+
+def test_a_run_that_ends_while_another_waits_for_its_lock_is_not_repeated(run, trained, tmp_path, monkeypatch, capsys):
+    folder = trained("llama").copy(tmp_path / "a")
+    complete = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(json.dumps({**json.loads(complete), "complete": False}))
+    acquire = FolderLock.acquire
+
+    def finish_first(lock):
+        (folder / "run.json").write_text(complete)
+        acquire(lock)
+
+    monkeypatch.setattr(FolderLock, "acquire", finish_first)
+    before = (folder / "metrics.jsonl").stat().st_mtime_ns
+    assert run("a", *EVERY_FOURTH)[0] == 0 and "is complete" in capsys.readouterr().out
+    assert (folder / "metrics.jsonl").stat().st_mtime_ns == before

@@ -53,8 +53,7 @@ def refused(output_dir: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../outside", "/outside", "a/../../outside", "..", ".", "", "a//b", "./a", "manifest.json", "a\nb", "\ud800"],
+    "name", ["../outside", "/outside", "..", "", "a//b", "./a", "manifest.json", "a\nb", "\ud800"]
 )
 def test_names_that_are_no_files_of_the_folder(output_dir, name):
     (output_dir / "outside").write_text("x")
@@ -66,15 +65,10 @@ def test_names_that_are_no_files_of_the_folder(output_dir, name):
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"step": "5"}, "step"), ({"step": True}, "step"), ({"step": -5}, "step"), ({"step": 5.0}, "step"),
-        ({"step": 4}, "step"), ({"step": 10**30}, "step"), ({"step": None}, "step"),
-        ({"num_processes": 0}, "num_processes"), ({"num_processes": None}, "num_processes"),
-        ({"only_model": 0}, "only_model"), ({"only_model": None}, "only_model"),
-        ({"files": None}, "files"), ({"files": [FILE]}, "files"),
-        ({"files": {"a": 1}}, "entry of a"), ({"files": {"a": {}}}, "entry of a"),
-        ({"files": {"a": FILE | {"size": -1}}}, "entry of a"), ({"files": {"a": FILE | {"size": "1"}}}, "entry of a"),
-        ({"files": {"a": FILE | {"size": 10**30}}}, "entry of a"),
-        ({"files": {"a": FILE | {"sha256": 7}}}, "entry of a"),
+        ({"step": "5"}, "step"), ({"step": True}, "step"), ({"step": 5.0}, "step"), ({"step": 4}, "step"),
+        ({"step": 10**30}, "step"), ({"step": None}, "step"), ({"num_processes": 0}, "num_processes"),
+        ({"only_model": None}, "only_model"), ({"files": [FILE]}, "files"), ({"files": {"a": {}}}, "entry of a"),
+        ({"files": {"a": FILE | {"size": -1}}}, "entry of a"), ({"files": {"a": FILE | {"sha256": 7}}}, "entry of a"),
     ],
 )  # fmt: skip
 def test_fields_that_no_training_writes(output_dir, fields, said):
@@ -150,15 +144,6 @@ def test_a_file_that_every_training_lists(output_dir, name):
     forge(folder, files=files)
     with pytest.raises(ValueError, match=f"manifest.json lists no {name}: resume from another checkpoint.$"):
         Run().restore(output_dir)
-
-
-def test_every_file_has_the_rights_of_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        folder = Run().save(tmp_path, carried={"memory": torch.ones(2)})
-    finally:
-        os.umask(before)
-    assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o640"}
 
 
 def flip_a_bit(path: Path):
@@ -241,26 +226,23 @@ def test_memories_of_another_number_of_processes_are_refused(tmp_path, one_cpu_p
         find_checkpoint(tmp_path, None)
 
 
-def test_latest_links_to_the_newest_checkpoint(output_dir, capsys):
+def test_latest_links_to_the_newest_checkpoint(output_dir):
     link = output_dir / "latest"
     assert os.readlink(link) == "checkpoint-5" and as_checkpoint(str(link)).step == 5
-    assert main(["info", str(link)]) == 0 and "| step" in capsys.readouterr().out
-    chosen = find_checkpoint(output_dir.parent / "other", str(link))
-    assert chosen.path == output_dir / "checkpoint-5"
+    assert find_checkpoint(output_dir.parent / "other", str(link)).path == output_dir / "checkpoint-5"
     run = Run()
     run.restore(output_dir)
-    run.train(1)
-    run.save(output_dir)
-    assert os.readlink(link) == "checkpoint-6"
-    # A folder of the user's own stays, and so does a link to somewhere else.
+    for place, expected in ((None, "checkpoint-6"), ("elsewhere", "elsewhere")):
+        # A link of the user's own to somewhere else stays.
+        if place:
+            link.unlink()
+            link.symlink_to(place)
+        run.train(1)
+        run.save(output_dir)
+        assert os.readlink(link) == expected
+    # So does a folder.
     link.unlink()
     link.mkdir()
     run.train(1)
     run.save(output_dir)
-    assert link.is_dir() and not link.is_symlink()
-    link.rmdir()
-    link.symlink_to("elsewhere")
-    (output_dir / f"latest.tmp-{'0' * 16}").symlink_to("checkpoint-1")
-    run.train(1)
-    run.save(output_dir)
-    assert os.readlink(link) == "elsewhere" and not list(output_dir.glob("latest.tmp-*"))
+    assert link.is_dir() and not link.is_symlink() and not list(output_dir.glob("latest.tmp-*"))

@@ -199,6 +199,7 @@ def test_weights_come_together_while_the_training_goes_on(tmp_path):
     assert exported.read_bytes() == at_once["model.safetensors"]
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_one_of_two_processes_ends_both_with_one_sentence(tmp_path, corpus):
     flags = [*LLAMA, *corpus, "--block_size", "32", "--per_device_train_batch_size", "2", "--cpu_threads", "1"]
     result = launched_fsdp2(FULL_DISK, tmp_path, *flags, "--max_train_steps", "8", "--checkpointing_steps", "2")

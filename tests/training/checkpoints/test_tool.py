@@ -1,8 +1,5 @@
 """`hope-hf checkpoints info|verify|consolidate DIR`."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from checkpoint_run import truncate
@@ -58,11 +55,3 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, words, sentenc
     assert main(words) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("warm_python")
-def test_it_runs_as_a_module(output_dir):
-    command = [sys.executable, "-m", "hope_hf", "checkpoints", "verify", str(output_dir)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "checkpoint-5 is whole" in done.stdout, done.stderr

@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 from torch import nn
-from training_runs import LLAMA
+from training_runs import change_losses
 
-from hope_hf.training import trainer
 from hope_hf.training.engines.base import Engine
 from hope_hf.training.engines.placement import GIB
 from hope_hf.training.watch import monitor
@@ -36,22 +35,6 @@ def hang(seconds: float):
     time.sleep(seconds)
 
 
-def test_a_process_that_hangs_says_where(tmp_path):
-    heart = Heartbeat(str(tmp_path), 0, watchdog_seconds=0.2)
-    hang(0.5)
-    heart.close()
-    assert "in hang" in (tmp_path / "stacks_rank0.txt").read_text()
-
-
-def test_beats_keep_the_watchdog_quiet(tmp_path):
-    heart = Heartbeat(str(tmp_path), 0, watchdog_seconds=1.0)
-    for step in range(8):
-        hang(0.2)
-        heart.beat(step)
-    heart.close()
-    assert not (tmp_path / "stacks_rank0.txt").exists()
-
-
 GPU = torch.device("cuda", 3)
 
 
@@ -61,24 +44,6 @@ def test_a_gpu_that_tells_how_busy_it_is_is_read(monkeypatch):
     read = utilization_meter(GPU)
     assert (read(), read()) == (20, 30) and asked == [GPU] * 3
     assert utilization_meter(torch.device("cpu")) is None and len(asked) == 3
-
-
-@pytest.mark.parametrize("error", [ModuleNotFoundError("nvidia-ml-py"), RuntimeError("driver"), Exception("part")])
-def test_a_gpu_that_does_not_is_asked_once(monkeypatch, error):
-    def fail(device):
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "utilization", fail)
-    assert utilization_meter(GPU) is None
-
-
-@pytest.mark.parametrize("percent", [37, None])
-def test_utilization_is_in_the_heartbeat_where_there_is_one(run, tmp_path, monkeypatch, percent):
-    monkeypatch.setattr(monitor, "utilization_meter", lambda device: (lambda: percent) if percent else None)
-    status, _ = run("a", "--max_train_steps", 2, model=LLAMA)
-    beats = [json.loads(line) for line in (tmp_path / "a" / "processes" / "heartbeat_rank0.jsonl").open()]
-    assert status == 0
-    assert [beat.get("gpu_percent", "absent") for beat in beats] == [percent or "absent"] * 2
 
 
 def report(folder, every: int, model, optimizer) -> RamReport:
@@ -125,24 +90,43 @@ def test_running_out_of_memory_leaves_a_row_and_is_not_swallowed(tmp_path, error
     assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("out of memory", None), ("start", 0)]
 
 
+@pytest.mark.parametrize(("seconds", "hangs"), [(0.1, False), (1.2, True)])
+def test_a_process_that_hangs_says_where(tmp_path, seconds, hangs):
+    heart = Heartbeat(str(tmp_path), 0, watchdog_seconds=0.8)
+    for step in range(3):
+        hang(seconds)
+        heart.beat(step)
+    heart.close()
+    stacks = tmp_path / "stacks_rank0.txt"
+    assert stacks.exists() is hangs and (not hangs or "in hang" in stacks.read_text())
+
+
+def test_a_gpu_that_does_not_tell_is_asked_once(monkeypatch):
+    def fail(device):
+        raise ModuleNotFoundError("nvidia-ml-py")
+
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    assert utilization_meter(GPU) is None
+
+
 def test_a_run_that_runs_out_of_memory_in_a_step_says_what_filled_it(run, tmp_path, monkeypatch, capsys):
-    loss, steps = trainer.summed_loss, []
-
-    def full(*arguments):
-        steps.append(len(steps))
-        if len(steps) == 4:
+    def full(count, loss):
+        if count == 4:
             raise torch.OutOfMemoryError("full")
-        return loss(*arguments)
+        return loss
 
-    monkeypatch.setattr(trainer, "summed_loss", full)
     # In the second batch of a step, with the gradients of the first.
+    change_losses(monkeypatch, full)
+    monkeypatch.setattr(monitor, "utilization_meter", lambda device: lambda: 37)
     status, _ = run("a", "--ram_report_steps", 2, "--gradient_accumulation_steps", 2)
-    error = capsys.readouterr().err
-    assert status == 2 and "processes/ram_rank0.jsonl in --output_dir shows what filled it (full)" in error
-    rows = [json.loads(line) for line in (tmp_path / "a" / "processes" / "ram_rank0.jsonl").open()]
+    assert status == 2 and "processes/ram_rank0.jsonl" in capsys.readouterr().err
+    processes = tmp_path / "a" / "processes"
+    (beat,) = [json.loads(line) for line in (processes / "heartbeat_rank0.jsonl").open()]
+    assert beat["gpu_percent"] == 37
+    rows = [json.loads(line) for line in (processes / "ram_rank0.jsonl").open()]
     events = [("start", 0), ("last batch", 1), ("step", 1), ("last batch", 2), ("out of memory", None)]
     assert [(row["event"], row["step"]) for row in rows] == events
-    start, between, step, _, last = rows
-    assert last["gradients_gib"] == last["parameters_gib"] == step["gradients_gib"] > start["gradients_gib"] == 0
-    assert between["gradients_gib"] == step["gradients_gib"] and between["optimizer_gib"] == 0
-    assert last["optimizer_gib"] == step["optimizer_gib"] > 0
+    weights = rows[0]["parameters_gib"]
+    assert [row["gradients_gib"] for row in rows] == [0, *[weights] * 4]
+    moments = rows[2]["optimizer_gib"]
+    assert [row["optimizer_gib"] for row in rows] == [0, 0, moments, moments, moments] and moments > 0

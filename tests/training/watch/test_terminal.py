@@ -1,13 +1,12 @@
 """What a user sees on a terminal: one progress bar that stays in its place, and whole lines above it."""
 
 import io
-import math
 import re
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import transformers
-from training_runs import read_rows
+from training_runs import change_losses, no_number, read_rows
 
 from hope_hf.training import trainer
 
@@ -69,14 +68,9 @@ def test_one_bar_below_whole_lines(watch, tmp_path):
 
 
 def test_an_error_begins_a_line_of_its_own(watch, monkeypatch):
-    def loss(*inputs):
-        calls.append(1)
-        return trainer_loss(*inputs) * (math.nan if len(calls) > 1 else 1.0)
-
-    calls, trainer_loss = [], trainer.summed_loss
-    monkeypatch.setattr(trainer, "summed_loss", loss)
+    change_losses(monkeypatch, no_number(2, 3, 4))
     monkeypatch.setattr(trainer, "MOST_SKIPS_IN_A_ROW", 3)
     status, lines = watch("a")
     *_, before, error = lines
-    assert status == 1 and error.startswith("error: The loss or its gradient was not finite")
+    assert status == 1 and error.startswith("error: ")
     assert BAR.fullmatch(before)
