@@ -187,6 +187,9 @@ def test_every_command_about_going_on_trains(folder, monkeypatch, capsys):
     (folder / "empty").mkdir()
     monkeypatch.chdir(folder / "empty")
     monkeypatch.setattr(finish, "SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(finish, "draw_curves", lambda *arguments: None)
+    # Every run of the demo trains a tokenizer on it.
+    monkeypatch.setattr(documents, "corpus_documents", lambda: [("a.py", text) for text in TEXTS[:40]])
     tiny = "--block_size 32 --cpu_threads 1 --max_eval_samples 2 --num_warmup_steps 1 --config_overrides "
     tiny += "hidden_size=64,num_hidden_layers=1,memory_chunk_size=8"
     sweep = re.search(r"for (\w+) in (.+?); do (.+?); done", (ROOT / "docs/running.md").read_text(encoding="utf-8"))

@@ -32,30 +32,7 @@ def test_newton_schulz_keeps_the_directions_and_levels_the_singular_values(shape
     assert (result - orthogonalised(gradient)).norm() < 0.35 * result.norm()
 
 
-def test_stacked_matrices_are_orthogonalised_one_by_one():
-    """A head whose gradient is a thousand times smaller gets as large an update as its neighbours."""
-    gradient = matrices(4, 8, 12) * torch.tensor([1.0, 1e-3, 10.0, 1.0])[:, None, None]
-    together = newton_schulz(gradient)
-    for head in range(4):
-        torch.testing.assert_close(together[head], newton_schulz(gradient[head]), rtol=0, atol=1e-5)
-
-
-def test_dtypes():
-    gradient = matrices(8, 12)
-    exact = newton_schulz(gradient.double())
-    assert exact.dtype == torch.float64
-    assert (newton_schulz(gradient) - exact).abs().max() < 1e-5
-    low = newton_schulz(gradient.bfloat16())
-    assert low.dtype == torch.bfloat16
-    # Only the input's rounding, not that of fifteen bfloat16 products.
-    torch.testing.assert_close(low, newton_schulz(gradient.bfloat16().float()).bfloat16(), rtol=0, atol=0)
-    assert (newton_schulz(gradient, dtype=torch.bfloat16) - exact).abs().max() > 1e-3
-    assert newton_schulz(torch.zeros(4, 4)).abs().max() == 0
-    # A large model's gradients are small.
-    torch.testing.assert_close(newton_schulz(gradient * 1e-6, dtype=torch.bfloat16), exact.float(), rtol=0, atol=0.1)
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
 def test_steps_equal_torch_muon(shape):
     """torch computes only in bfloat16, whose rounding is the tolerance."""
     start = matrices(*shape)
@@ -137,59 +114,6 @@ def test_delta_momentum_equals_equations_49_and_52():
         torch.testing.assert_close(parameter.detach(), w, rtol=0, atol=1e-12)
 
 
-def remembered(name, steps):
-    """How much of the update lies along a first gradient, after `steps` steps along others."""
-    parameter = torch.nn.Parameter(torch.zeros(8, 8))
-    optimizer = clock_of(name, parameter)
-    first, others = torch.zeros(8, 8), torch.zeros(8, 8)
-    first[0, 0] = 1
-    others[1:, 1:] = orthogonalised(matrices(7, 7))
-    for step in range(steps + 32):
-        before = parameter.detach().clone()
-        # Small numbers where a gradient is zero: else M3 divides zero by zero there.
-        parameter.grad = (first if step < 32 else others) + 1e-6 * torch.randn(8, 8)
-        optimizer.step()
-    update = parameter.detach() - before
-    return (update[0, 0] / update.norm()).abs().item()
-
-
-def test_the_slow_momentum_remembers_what_the_fast_one_has_forgotten():
-    """The paper's case for M3: 99 % of a momentum of 0.9 are its last 43 gradients."""
-    print({name: remembered(name, 200) for name in OF_MATRICES})
-    assert remembered("m3", 200) > 0.05
-    assert max(remembered(name, 200) for name in ("muon", "delta_momentum")) < 0.01
-
-
-def end_of_descent(optimizer, position):
-    """The value of equation (53) after 300 steps from the paper's start: a bowl, and a steep wall along a curve."""
-    (group,) = optimizer.param_groups
-    rate = group["lr"]
-    for step in range(300):
-        group["lr"] = rate * (1 - step / 300)
-        optimizer.zero_grad()
-        r, theta = position.flatten()
-        value = r.square() + 5 * (r - theta + torch.sin(2 * r)).square()
-        value.backward()
-        optimizer.step()
-    return value.item()
-
-
-def test_the_curved_valley_of_equation_53():
-    """The delta term follows the curve where a plain momentum swings from wall to wall."""
-    found = {}
-    for name in ("gradient descent", *RULES):
-        position = torch.nn.Parameter(torch.tensor([[-3.5, 2.0]]))
-        # The largest rate of plain descent that does not diverge.
-        plain = name == "gradient descent"
-        found[name] = end_of_descent(
-            torch.optim.SGD([position], 5e-3) if plain else clock_of(name, position, 0.3), position
-        )
-    print(found)
-    assert found.pop("gradient descent") > 0.5
-    assert max(found.values()) < 2e-3
-    assert found["delta_momentum"] < found["muon"] / 20
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_states_the_bytes_of_its_state(name):
     parameter = torch.zeros(2, 4, 8)
@@ -253,3 +177,15 @@ def test_the_clock_of_an_empty_part_goes_on():
     report = optimizer.level_report()
     assert report[0]["updates"] == 5
     assert (report[1]["updates"], report[1]["steps_since_update"]) == (2, 1)
+
+
+def test_dtypes():
+    gradient = matrices(8, 12)
+    exact = newton_schulz(gradient.double())
+    assert exact.dtype == torch.float64 and (newton_schulz(gradient) - exact).abs().max() < 1e-5
+    # Only the input's rounding, not that of fifteen bfloat16 products.
+    low = newton_schulz(gradient.bfloat16())
+    assert torch.equal(low, newton_schulz(gradient.bfloat16().float()).bfloat16())
+    assert newton_schulz(torch.zeros(4, 4)).abs().max() == 0
+    # A large model's gradients are small.
+    torch.testing.assert_close(newton_schulz(gradient * 1e-6, dtype=torch.bfloat16), exact.float(), rtol=0, atol=0.1)
