@@ -111,6 +111,8 @@ def folder(tmp_path, monkeypatch):
         return found
 
     yaml_of = mixture.read_yaml
+    # Asked for adapters beside the names of tokenizers, it would wait for a network.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(vocabulary, "AutoTokenizer", OfTheHub)
     monkeypatch.setattr(documents, "load_dataset", load_dataset)
     monkeypatch.setattr(documents, "corpus_documents", lambda: [(f"{text[:9]}.py", text) for text in TEXTS[:300]])
