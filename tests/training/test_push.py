@@ -27,7 +27,7 @@ def complete(folder: Path) -> bool:
     return record["complete"] and (folder / "model.safetensors").exists() and not list(folder.glob(".hub-*"))
 
 
-def test_the_finished_run_is_uploaded(run, hub, tmp_path, corpus, capsys):
+def test_the_finished_run_is_uploaded(run, hub, unchecked, tmp_path, corpus, capsys):
     flags = ["--hub_model_id", "owner/books", "--hub_private_repo"]
     status, _ = run("a", *PUSH, *flags, model=HOPE)
     assert status == 0 and complete(tmp_path / "a")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from training_runs import (
     EVERY_FOURTH,
@@ -112,14 +111,6 @@ def test_a_step_without_a_token_to_learn_changes_nothing_and_is_told_once(run, m
     said = capsys.readouterr().out
     assert said.count("has no token to learn") == 1 and "2 of 4 steps had no token to learn" in said
     assert "nan" not in said
-
-
-def test_a_held_out_text_without_a_token_to_score_is_one_sentence():
-    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": torch.full((1, 4), -100)}
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
-    with pytest.raises(ValueError, match="no token to score.*--validation_file"):
-        trainer.evaluate(model, SimpleNamespace(validation=[batch]), Accelerator(cpu=True))
 
 
 def diverge(monkeypatch, what: str):
