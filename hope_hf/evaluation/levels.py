@@ -104,13 +104,11 @@ def joined(batches: list[list[Piece]]) -> list[Piece]:
     """The pieces of several batches of texts of one length, as those of all texts."""
     pieces = []
     for parts in zip(*batches, strict=True):
-        counts = {}
-        for name in parts[0].counts:
-            counts[name] = torch.cat([part.counts[name] for part in parts])
-        before = torch.cat([part.before for part in parts])
-        after = torch.cat([part.after for part in parts])
-        drift = torch.cat([part.drift for part in parts])
-        pieces.append(Piece(parts[0].end, before, after, counts, drift))
+        ends, before, after, counts, drifts = zip(*parts, strict=True)
+        joined_counts = {}
+        for name in counts[0]:
+            joined_counts[name] = torch.cat([count[name] for count in counts])
+        pieces.append(Piece(ends[0], torch.cat(before), torch.cat(after), joined_counts, torch.cat(drifts)))
     return pieces
 
 

@@ -34,7 +34,9 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     """
     texts = held_out_documents(args).head(args.limit).encoded(subject.encode)
     texts = sorted((ids[:GATE_TOKENS] for ids in texts), key=len)
-    longest = [torch.tensor([[subject.start, *ids]]) for ids in texts[-args.samples_per_length :]]
+    longest = []
+    for ids in texts[-args.samples_per_length :]:
+        longest.append(torch.tensor([[subject.start, *ids]]))
     gates = gate_rows(subject, longest)
     default_lengths = LIMITED_STRESS_LENGTHS if args.limit else DEFAULT_STRESS_LENGTHS
     lengths = parse_lengths(args.lengths or default_lengths)

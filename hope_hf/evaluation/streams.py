@@ -108,9 +108,8 @@ def piece_ends(length: int, edges: list[int]) -> list[int]:
 
 def joined_scores(scores: Sequence[Scores], dim: int = 0) -> Scores:
     """The scores one after another along a dimension."""
-    losses = torch.cat([part.losses for part in scores], dim)
-    guesses = torch.cat([part.guesses for part in scores], dim)
-    return Scores(losses, guesses)
+    losses, guesses = zip(*scores, strict=True)
+    return Scores(torch.cat(losses, dim), torch.cat(guesses, dim))
 
 
 @torch.no_grad()
@@ -155,21 +154,19 @@ def document_scores(
     """
     longest = subject.longest_input
     # Sorted by length: less padding.
-    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-    batches = [order[start : start + args.rows] for start in range(0, len(order), args.rows)]
+    numbered = sorted(enumerate(documents), key=lambda pair: len(pair[1]))
     scores: dict[int, Scores] = {}
-    for batch in progress(batches, name):
-        rows = [documents[index] for index in batch]
+    for start in progress(range(0, len(numbered), args.rows), name):
+        numbers, rows = zip(*numbered[start : start + args.rows], strict=True)
         if longest is None or len(rows[-1]) <= longest:
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             of_batch = carried_scores(subject.model, padded, begins_with=begins_with)
-            for row, index in enumerate(batch):
-                scores[index] = of_batch.part(row, 0, len(documents[index]) - 1)
+            for row, (number, document) in enumerate(zip(numbers, rows, strict=True)):
+                scores[number] = of_batch.part(row, 0, len(document) - 1)
         else:
-            for index in batch:
-                document = documents[index]
-                scores[index] = window_scores(subject.model, document, longest, longest // 2, args.rows)
-    return [scores[index] for index in range(len(documents))]
+            for number, document in zip(numbers, rows, strict=True):
+                scores[number] = window_scores(subject.model, document, longest, longest // 2, args.rows)
+    return [scores[number] for number in range(len(documents))]
 
 
 def document_losses(

@@ -52,7 +52,8 @@ def test_scores_are_of_the_text_alone_whatever_the_tokenizer_adds(asked, added):
     assert found == pytest.approx(score(begin + TEXT.split(), ANSWER.split()), rel=1e-5)
     (whole,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT,)), disable_tqdm=True)
     assert whole == pytest.approx(score([BOS], TEXT.split()), rel=1e-5)
-    # Rolling leaves prompts as they were.
+    # What a prompt spells is text, and rolling leaves prompts as they were.
+    assert model.tokenizer.bos_token_id not in model.tok_encode(f"w1 {BOS}")[len(begin) :]
     assert model.tok_encode("w1") == model.tokenizer.convert_tokens_to_ids([*begin, "w1"])
 
 

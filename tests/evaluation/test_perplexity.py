@@ -123,13 +123,6 @@ def test_the_largest_state_is_that_of_all_texts_and_errors_are_those_of_blocks(s
     assert BLOCK == 256 and one[0]["loss_stderr"] > 0 and row["loss_stderr"] is None
 
 
-def test_a_model_that_writes_nothing_gains_nothing(subject, measured):
-    loaded = subject()
-    with frozen_memories(loaded.model):
-        _, rows = measured(loaded, lengths="100,300")
-    assert all(row["frozen_minus_loss"] == 0.0 for row in rows)
-
-
 def test_attention_reads_its_positions_and_then_slides(subject, measured):
     loaded = subject("llama")
     _, rows = measured(loaded, lengths="128,256,512", samples_per_length=1)

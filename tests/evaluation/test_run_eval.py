@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -20,7 +19,7 @@ from hope_hf.common.results import markdown_table
 from hope_hf.data import DataConfig, train_tokenizer
 from hope_hf.data.documents import open_sources
 from hope_hf.evaluation import main, report
-from hope_hf.evaluation.flags import FLAGS, Arguments, parse, parse_depths, parse_lengths, suite
+from hope_hf.evaluation.flags import FLAGS, Arguments, parse_depths, parse_lengths, suite
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.result import SuiteResult
 from hope_hf.evaluation.suites import SUITES
@@ -166,14 +165,6 @@ def test_the_text_of_a_run_of_several_files_is_found(tmp_path):
         assert held.texts == open_sources(DataConfig(**flags)).validation["text"][:] and held.texts[0] in rows
 
 
-def test_another_text_replaces_that_of_the_recipe(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("suite: perplexity\ndataset_name: a/b\ndataset_config_name: large\nstreaming: true\n")
-    args = parse([str(recipe), "--model_name_or_path", "m", "--train_file", "mine.txt"], SUITES)
-    assert (args.dataset_name, args.dataset_config_name, args.streaming) == (None, None, False)
-    assert (args.train_file, args.suite) == ("mine.txt", "perplexity")
-
-
 def test_offline_nothing_is_asked_of_the_hub(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -235,17 +226,6 @@ def test_a_killed_evaluation_keeps_its_numbers_and_goes_on(folders, text_file, t
     record = record_of(tmp_path)
     assert list(record["results"]) == ["sample", "perplexity"] and record["unfinished"] == []
     assert record["results"]["sample"] == before["results"]["sample"]
-
-
-@pytest.mark.parametrize("files", ["results", "samples"])
-def test_a_full_disk_is_one_sentence(tmp_path, capsys, monkeypatch, files):
-    def write(file, text):
-        if file.name.startswith(files):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(report, "replace_text", write)
-    report.Report(Arguments(output_dir=str(tmp_path)), ["sample"]).add("sample", SuiteResult(logs={"samples": [{}]}))
-    assert capsys.readouterr().err == f"error: --output_dir {tmp_path} cannot be written: No space left on device.\n"
 
 
 @pytest.mark.parametrize("error", [AssertionError("x"), KeyError("ctx"), OSError(28, "full")])
@@ -320,9 +300,13 @@ def test_mistakes_are_one_sentence(folders, text_file, mistaken, flags, words, c
     assert words.format(**mistaken) in error and error.count("\n") == 1
 
 
-def test_a_command_without_a_model_is_one_sentence(capsys):
-    assert main(["--suite", "sample"]) == 2
-    assert "--model_name_or_path" in capsys.readouterr().err
+def test_a_full_disk_is_one_sentence(tmp_path, capsys, monkeypatch):
+    def write(file, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "replace_text", write)
+    report.Report(Arguments(output_dir=str(tmp_path)), ["sample"]).add("sample", SuiteResult())
+    assert capsys.readouterr().err == f"error: --output_dir {tmp_path} cannot be written: No space left on device.\n"
 
 
 def test_lists():
@@ -344,12 +328,3 @@ def test_tables_are_aligned_and_errors_have_the_digits_of_their_values():
     cells = {(377.3, 14.5349): "377.3 ± 14.5", (0.0012, 8.47e-4): "0.0012 ± 0.0008", (0.5, 1e-6): "0.5000 ± 1.00e-06"}
     for (value, error), cell in cells.items():
         assert markdown_table([{"x": value, "x_stderr": error}]).splitlines()[-1] == f"| {cell} |"
-
-
-def test_flags_that_have_no_effect_are_warned_of(folders, text_file):
-    run = partial(evaluate, folders["llama"], text_file, *SHORT)
-    for flag, value in {"--max_train_samples": 3, "--validation_split_percentage": 9, "--max_length": 64}.items():
-        with pytest.warns(UserWarning, match=f"{flag} is ignored"):
-            assert run(flag, value) == 0
-    with pytest.warns(UserWarning, match="--streaming is ignored"):
-        held_out_documents(Arguments(validation_file=text_file, streaming=True))

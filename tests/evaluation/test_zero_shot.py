@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hope_hf.data import plain_ids
 from hope_hf.evaluation import harness_tasks, main, session
 from hope_hf.evaluation.harness_tasks import find_tasks, overrides, paper_row
 from hope_hf.evaluation.zero_shot import rows, zero_shot
@@ -255,17 +254,6 @@ def test_longer_sequences_are_cut(tasks, subject, trusting):
     assert short[0]["value"] != whole[0]["value"]
     with pytest.raises(ValueError, match="--max_length 1,000 is more than the model's 512 positions"):
         zero_shot(args(max_length=1000), subject("llama"))
-
-
-def test_a_context_that_spells_a_special_token_is_text(tasks, subject, trusting, monkeypatch):
-    def stop(model, **_):
-        raise ValueError(repr([model.tok_encode(text), model.tok_batch_encode([text])[0][0].tolist()]))
-
-    text, loaded = "a <|endoftext|> b", subject()
-    monkeypatch.setattr("lm_eval.simple_evaluate", stop)
-    with pytest.raises(ValueError) as caught:
-        zero_shot(trusting(tasks=str(tasks / "rolling.yaml")), loaded)
-    assert json.loads(str(caught.value)) == [plain_ids(loaded.tokenizer, text)] * 2
 
 
 def test_splits_without_files_are_left_out_where_nothing_reads_them(tmp_path, arguments):

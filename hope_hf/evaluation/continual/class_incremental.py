@@ -114,7 +114,11 @@ def draw(name: str, matrix: Matrix, path: Path):
     values = []
     for row in rows(matrix):
         names.append(row["after"])
-        values.append([math.nan if row[column] is None else row[column] for column in columns])
+        shown = []
+        for column in columns:
+            value = row[column]
+            shown.append(math.nan if value is None else value)
+        values.append(shown)
     panel = Panel("accuracy among the classes met so far", values)
     heat_maps(path, [panel], names, columns, ("group tested", "after group"), name)
 
@@ -141,8 +145,10 @@ def forgetting(matrix: Matrix) -> float:
 def backward_transfer(matrix: Matrix) -> float:
     """Mean over all groups but the last: the accuracy at the end minus the accuracy right after the group."""
     last = len(matrix.groups) - 1
-    gains = [matrix.accuracy(last, group) - matrix.accuracy(group, group) for group in range(last)]
-    return sum(gains) / last
+    gains = 0.0
+    for group in range(last):
+        gains += matrix.accuracy(last, group) - matrix.accuracy(group, group)
+    return gains / last
 
 
 def rows(matrix: Matrix) -> list[Row]:

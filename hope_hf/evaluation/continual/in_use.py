@@ -181,22 +181,20 @@ def _levels(subject: Subject, texts: list[list[Tensor]], learning: list[Row]) ->
     cache = HopeCache(model.config)
     yield subject, cache
     for row, documents in zip(learning, texts, strict=True):
-        reports = []
+        row |= {"n": num_scored(documents), "loss": 0.0, "steps": 0, "skipped_gate": 0, "skipped_not_finite": 0}
         losses = []
         for document in documents:
             levels = cache.levels
             cache = HopeCache(model.config)
             cache.levels = levels
             report = model.learn(document[None].to(model.device), cache=cache)
-            reports.append(report)
             losses.append(report.loss * (len(document) - 1))
-        row["n"] = num_scored(documents)
+            row["steps"] += sum(report.steps)
+            row["skipped_gate"] += report.skipped_gate
+            row["skipped_not_finite"] += report.skipped_not_finite
         row["loss"] = math.fsum(losses) / row["n"]
-        row["steps"] = sum(sum(report.steps) for report in reports)
-        row["skipped_gate"] = sum(report.skipped_gate for report in reports)
-        row["skipped_not_finite"] = sum(report.skipped_not_finite for report in reports)
-        row["drift"] = reports[-1].drift
-        row["state_mib"] = reports[-1].state_bytes / 2**20
+        row["drift"] = report.drift
+        row["state_mib"] = report.state_bytes / 2**20
         levels = cache.levels
         cache = HopeCache(model.config)
         cache.levels = levels

@@ -112,22 +112,19 @@ def draw(name: str, rows: list[Row], path: Path):
     """Heat maps over length and depth: generated, teacher-forced, and the gain over frozen memories."""
     lengths = sorted(set(map(itemgetter("length"), rows)))
     depths = sorted(set(map(itemgetter("depth"), rows)))
-    generated = []
-    exact = []
-    saved = []
-    for depth in depths:
-        # by length, as they were measured
-        line = [row for row in rows if row["depth"] == depth]
-        generated.append(list(map(itemgetter("generated"), line)))
-        exact.append(list(map(itemgetter("exact"), line)))
-        saved.append([row["frozen"] - row["loss"] for row in line if "frozen" in row])
+    # A row is measured for every length, and in it for every depth.
+    shape = len(lengths), len(depths)
+    generated = torch.tensor(list(map(itemgetter("generated"), rows)), dtype=torch.float64).view(shape)
+    exact = torch.tensor(list(map(itemgetter("exact"), rows)), dtype=torch.float64).view(shape)
     panels = [
-        Panel("generated, share of the values", generated),
-        Panel("teacher-forced, share of the values", exact),
+        Panel("generated, share of the values", generated.T.tolist()),
+        Panel("teacher-forced, share of the values", exact.T.tolist()),
     ]
     if "frozen" in rows[0]:
-        largest = max(0.01, *map(abs, chain.from_iterable(saved)))
-        panels.append(Panel("loss saved by the memories, nats per token", saved, (-largest, largest), "RdBu"))
+        saved = torch.tensor([row["frozen"] - row["loss"] for row in rows], dtype=torch.float64).view(shape)
+        largest = max(0.01, float(saved.abs().max()))
+        title = "loss saved by the memories, nats per token"
+        panels.append(Panel(title, saved.T.tolist(), (-largest, largest), "RdBu"))
     depth_names = list(map("{:g}".format, depths))
     length_names = list(map("{:,}".format, lengths))
     heat_maps(path, panels, depth_names, length_names, ("length, tokens", "depth of the needle (0: first)"), name)
