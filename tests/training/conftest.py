@@ -13,7 +13,9 @@ import torch
 from accelerate import PartialState
 from checkpoint_run import Run
 from engine_runs import Launches
+from safetensors.torch import load_file, save_file
 from training_runs import EVERY_FOURTH, HOPE, LLAMA, make_tokenizer, read_rows, reset_accelerate
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hope_hf.data.prepare import main as prepare
 from hope_hf.training import finish, main
@@ -50,12 +52,27 @@ def shards(corpus, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def launched(tmp_path_factory, corpus, shards) -> Launches:
+def base_model(tmp_path_factory) -> Path:
+    """A model in bfloat16 whose files lack the head's prefix, as those of base models on the Hub."""
+    folder = tmp_path_factory.mktemp("base")
+    config = AutoConfig.for_model("gpt2", vocab_size=300, n_embd=32, n_layer=2, n_head=2)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    stripped = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(stripped, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory, corpus, shards, base_model) -> Launches:
     """`launched(engine)`: what a launch of accelerate_configs/ has left, made once for all tests.
 
     Tests that use it are on one worker of pytest-xdist: `xdist_group("engines")`.
     """
-    return Launches(tmp_path_factory, corpus, shards)
+    texts = {"shards": shards, "loaded": ["--model_name_or_path", str(base_model), *corpus]}
+    return Launches(tmp_path_factory, corpus, texts)
 
 
 def train(folder: Path, data: list[str], *flags, model: list[str]) -> tuple[int, list[dict]]:

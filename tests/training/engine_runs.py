@@ -14,7 +14,7 @@ import pytest
 import torch
 import warm_python
 import yaml
-from training_runs import GPT2, HOPE, HOPE_SPARSE, LEVELS, LLAMA, ROOT, curve, reset_accelerate
+from training_runs import GPT2, HOPE, HOPE_HYBRID, HOPE_SPARSE, LEVELS, LLAMA, ROOT, curve, reset_accelerate
 
 HERE = Path(__file__).parent
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -33,15 +33,17 @@ ENGINES = {
         2,
         [
             "dry", "hope", "hope-sparse", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued", "moved",
-            "levels",
+            "levels", "drawn", "loaded",
         ],
     ),
-    "fsdp1": (2, ["dry", "hope", "llama", "reduced", "gpt2", "poisoned", "fp16", "moved"]),
+    "fsdp1": (2, ["dry", "hope", "llama", "reduced", "gpt2", "poisoned", "fp16", "moved", "drawn", "loaded"]),
     "fsdp_hybrid": (4, ["dry", "hope", "llama", "moved"]),
-    "fsdp_offload": (2, ["llama", "poisoned"]),
+    "fsdp_offload": (2, ["llama", "poisoned", "drawn"]),
     "multi_node_fsdp": (2, ["llama"]),
     "deepspeed_zero2": (2, ["dry", "hope", "llama", "poisoned", *FP16, "continued", "moved"]),
-    "deepspeed_zero3": (2, ["hope", "hope-sparse", "llama", "gpt2", "poisoned", *FP16, "continued", "moved"]),
+    "deepspeed_zero3": (
+        2, ["hope", "hope-sparse", "llama", "gpt2", "poisoned", *FP16, "continued", "moved", "drawn", "loaded"]
+    ),
     "deepspeed_zero3_offload": (2, ["dry", "llama", "poisoned"]),
     "single_bf16": (1, ["llama"]),
 }  # fmt: skip
@@ -57,11 +59,19 @@ RUNS = {
     "fp16": (HOPE, 5, 1),
     "levels": (LEVELS, 4, 1),
     "shards": (LLAMA, 4, 1),
+    "drawn": (HOPE_HYBRID, 2, 1),
+    "loaded": ([], 2, 1),
 }
 # Here the run "hope" saves its weights in parts, from which "moved" of other launches and one process continue.
 IN_PARTS = {"fsdp1", "fsdp_hybrid", "deepspeed_zero3"}
-# Runs in which no process ever holds the whole model; they continue (from parts under the hybrid).
-SHARDED_FROM_THE_START = {"fsdp2": ["moved"], "fsdp_hybrid": ["moved"]}
+# Runs in which no process ever holds the whole model; "moved" continues (from parts under the hybrid).
+SHARDED_FROM_THE_START = {
+    "fsdp2": ["moved", "drawn", "loaded"],
+    "fsdp1": ["drawn", "loaded"],
+    "fsdp_hybrid": ["moved"],
+    "fsdp_offload": ["drawn"],
+    "deepspeed_zero3": ["drawn", "loaded"],
+}
 # The engine whose checkpoint the run "moved" continues: one process, or two processes for four.
 SOURCES = {"fsdp_hybrid": "fsdp2"}
 POISONED_STEP = 2
@@ -84,16 +94,19 @@ def plan(
     wanted: list[str],
     source: Path | None = None,
     engine: str | None = None,
-    shards: list[str] = (),
+    texts: dict[str, list[str]] | None = None,
 ) -> dict[str, dict]:
-    """The wanted runs for one launch, in their order; `source` holds the runs of another one."""
+    """The wanted runs for one launch, in their order.
+
+    `source` holds the runs of another launch; `texts` are the flags of runs that do not read `data`.
+    """
     runs = {}
     for name, (model, steps, accumulated) in RUNS.items():
         accumulated = min(accumulated, ROWS // processes) if processes > 1 else 1
         rows = ROWS // processes // accumulated
         batch = ["--per_device_train_batch_size", str(rows), "--gradient_accumulation_steps", str(accumulated)]
         length = ["--max_train_steps", str(steps), "--checkpointing_steps", str(SAVED_STEP)]
-        text = shards if name == "shards" else data
+        text = (texts or {}).get(name, data)
         runs[name] = {"flags": [*model, *text, *SMALL, *batch, *length]}
     last = processes - 1
     runs["poisoned"]["poison"] = [POISONED_STEP, last]
@@ -135,8 +148,8 @@ class Launched:
 class Launches:
     """Launches by engine, each made at its first use; "single" is all runs in this process."""
 
-    def __init__(self, factory: pytest.TempPathFactory, corpus: list[str], shards: list[str]):
-        self.factory, self.corpus, self.shards = factory, corpus, shards
+    def __init__(self, factory: pytest.TempPathFactory, corpus: list[str], texts: dict[str, list[str]]):
+        self.factory, self.corpus, self.texts = factory, corpus, texts
         self.made = {}
 
     def __call__(self, engine: str) -> Launched:
@@ -154,7 +167,7 @@ class Launches:
             wanted = [run for run in wanted if run not in FP16]
         source = self(SOURCES.get(engine, "single")).folder if "moved" in wanted else None
         folder = self.factory.mktemp(engine)
-        runs = plan(self.corpus, processes, wanted, source, engine, self.shards)
+        runs = plan(self.corpus, processes, wanted, source, engine, self.texts)
         return Launched(folder, run_plan(engine, processes, runs, folder))
 
 

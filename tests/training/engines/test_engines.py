@@ -59,7 +59,7 @@ def went_on(folder: Path) -> None:
     assert beats(folder / "processes" / "heartbeat_rank0.jsonl")[-len(expected) :] == expected
 
 
-CURVES = each("hope", "hope-sparse", "llama", "gpt2", "muon", "levels", "shards")
+CURVES = each("hope", "hope-sparse", "llama", "gpt2", "muon", "levels", "shards", "loaded")
 
 
 @pytest.mark.parametrize(("engine", "name"), CURVES)
@@ -74,6 +74,15 @@ def test_engine_gives_the_curve_of_one_process(launched, engine, name):
         for metric in single[0]:
             if metric.startswith(kind):
                 assert curve(own, metric) == pytest.approx(curve(single, metric), rel=rel), metric
+
+
+@pytest.mark.parametrize(("engine", "name"), each("drawn"))
+def test_shards_that_are_drawn_begin_as_a_whole_model_does(launched, engine, name):
+    """With other values of the same distribution, which tests/training/test_initial.py compares."""
+    own, single = launched(engine).rows[name], launched("single").rows[name]
+    for metric in ("train/loss", "train/grad_norm"):
+        assert curve(own, metric) == pytest.approx(curve(single, metric), rel=0.05 if metric == "train/loss" else 0.5)
+        assert curve(own, metric) != curve(single, metric)
 
 
 def test_every_process_writes_its_files_and_one_prints(launched):
