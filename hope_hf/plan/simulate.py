@@ -3,7 +3,7 @@
 Fake tensors have shapes but no numbers, so one CPU process simulates any model on any number of processes. torch's
 trackers (`torch.distributed._tools`) count the bytes of all live tensors.
 
-Of a deep model only a few blocks are simulated: what one more block of a kind adds to each moment of the step is
+Of a deep model three blocks are simulated at most: what one more block of a kind adds to each moment of the step is
 measured, and the layers add up. `tests/plan/test_simulate.py` compares the sum with the simulation of all layers.
 """
 
@@ -49,10 +49,8 @@ CATEGORIES = {
     "Unsharded Grad": "whole gradients", "Reduce Scatter": "whole gradients", "Activation": "activations",
     "Temp": "backward", "Buffer": "other", "Inputs": "other", "Other": "other",
 }  # fmt: skip
-# Moments of a step: forward pass and loss, the backward pass of a block that is not near an end, the update. A block
-# near an end has a moment of its own, `block 0` for the first and `block -1` for the last.
-FORWARD, MIDDLE, UPDATE = "forward", "middle block", "update"
-FIRST, LAST = "block 0", "block -1"
+# Moments of a step: forward pass and loss, the backward pass of a block, the update.
+FORWARD, FIRST, MIDDLE, LAST, UPDATE = "forward", "first block", "middle block", "last block", "update"
 
 Sizes = dict[str, int]
 """Bytes by category."""
@@ -86,12 +84,10 @@ def simulate(config, launch: Launch, options: StepOptions, all_layers: bool = Fa
     """
     start = time.perf_counter()
     kinds = _kinds_of_layers(config)
-    # Under FSDP two neighbours are gathered at once, which may be of different kinds.
-    ends = 2 if launch.strategy.gathers and len(set(kinds)) > 1 else 1
-    if all_layers or not _layers_repeat(config, kinds, ends, options):
-        moments = _peaks(config, ends, launch, options)
+    if all_layers or not _layers_repeat(config, kinds, launch, options):
+        moments = _peaks(config, launch, options)
     else:
-        moments = _added_up(config, kinds, ends, launch, options)
+        moments = _added_up(config, kinds, launch, options)
     split = max(moments.values(), key=lambda sizes: sum(sizes.values()))
     split = {category: size for category, size in split.items() if size}
     return Simulation(sum(split.values()), split, time.perf_counter() - start)
@@ -102,11 +98,13 @@ def _kinds_of_layers(config) -> list[str]:
     return list(kinds) if kinds else ["block"] * config.num_hidden_layers
 
 
-def _layers_repeat(config, kinds: list[str], ends: int, options: StepOptions) -> bool:
+def _layers_repeat(config, kinds: list[str], launch: Launch, options: StepOptions) -> bool:
     """Whether layers of a kind are alike, and so many that simulating a few takes less time."""
     different = set(kinds)
-    simulated = 2 * ends + len(different) * (2 * ends + 1)
-    if parse_recomputed(options.checkpointing).every > 1 or len(kinds) <= simulated:
+    if parse_recomputed(options.checkpointing).every > 1 or len(kinds) <= 2 + 3 * len(different):
+        return False
+    if launch.strategy.gathers and len(different) > 1:
+        # Two neighbours are gathered at once, and each pair of kinds adds other bytes.
         return False
     parameters = shapes_of(config, options.trust_remote_code).units
     sizes = {(kind, parameters[index]) for index, kind in enumerate(kinds)}
@@ -124,18 +122,16 @@ def _with_layers(config, kinds: list[str]):
     return type(config).from_dict(fields)
 
 
-def _added_up(config, kinds: list[str], ends: int, launch: Launch, options: StepOptions) -> dict[str, Sizes]:
+def _added_up(config, kinds: list[str], launch: Launch, options: StepOptions) -> dict[str, Sizes]:
     """The peaks of a deep model's moments: those of its ends alone, and what each layer between them adds.
 
     The backward pass frees activations and adds gradients from block to block, so that its peak lies at one of its
-    ends: at the first and last `ends` blocks, which lack neighbours under FSDP, or at those beside them.
+    ends. These are the first and last block, which lack a neighbour under FSDP, and those beside them.
     """
-    front, back = kinds[:ends], kinds[-ends:]
-    between = Counter(kinds[ends:-ends])
-    shallow = _peaks(_with_layers(config, front + back), ends, launch, options)
-    deeper = {}
-    for kind in between:
-        deeper[kind] = _peaks(_with_layers(config, [*front, kind, *back]), ends, launch, options)
+    ends = [kinds[0], kinds[-1]]
+    between = Counter(kinds[1:-1])
+    shallow = _peaks(_with_layers(config, ends), launch, options)
+    deeper = {kind: _peaks(_with_layers(config, [ends[0], kind, ends[1]]), launch, options) for kind in between}
 
     def grown(sizes: Sizes, moment: str, layers: Counter) -> Sizes:
         """What `sizes` become if `layers` are added, which add as much to them as to `moment`."""
@@ -153,8 +149,8 @@ def _added_up(config, kinds: list[str], ends: int, launch: Launch, options: Step
     return peaks
 
 
-def _peaks(config, ends: int, launch: Launch, options: StepOptions) -> dict[str, Sizes]:
-    """Run the step once on fake tensors: its peak at each moment; `ends`: how many blocks at an end have their own."""
+def _peaks(config, launch: Launch, options: StepOptions) -> dict[str, Sizes]:
+    """Run the step once on fake tensors: its peak at each moment."""
     # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
     no_dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, 0)}
     config = type(config).from_dict(config.to_dict() | no_dropout)
@@ -181,7 +177,7 @@ def _peaks(config, ends: int, launch: Launch, options: StepOptions) -> dict[str,
             real.embedding = step.model.get_input_embeddings().weight.shape
         step.warm_up()
         tracker = step.tracker()
-        watch = _Watch(tracker, step, ends)
+        watch = _Watch(tracker, step)
         with tracker:
             step.connect()
             # The tracker's statistics by module, unused here, allow one forward pass each.
@@ -199,20 +195,17 @@ def _peaks(config, ends: int, launch: Launch, options: StepOptions) -> dict[str,
 class _Watch:
     """Records the largest snapshot of a tracker at each moment of a step."""
 
-    def __init__(self, tracker: MemTracker, step: "Step", ends: int):
+    def __init__(self, tracker: MemTracker, step: "Step"):
         self.tracker = tracker
         self.moment = FORWARD
         self.largest: dict[str, dict] = {}
         # In place of statistics by module, which the tracker reads after every operator.
         tracker._update_peak_stats = self.record
         blocks = blocks_of(step.model)
-        self.moments = dict.fromkeys(blocks, MIDDLE)
-        for index, block in enumerate(blocks):
+        for block in blocks:
             block.register_forward_hook(self.await_gradient)
-            if index < ends:
-                self.moments[block] = f"block {index}"
-            elif index >= len(blocks) - ends:
-                self.moments[block] = f"block {index - len(blocks)}"
+        self.moments = dict.fromkeys(blocks, MIDDLE)
+        self.moments |= dict.fromkeys(blocks[-1:], LAST) | dict.fromkeys(blocks[:1], FIRST)
         step.model.register_forward_pre_hook(lambda *call: self.enter(FORWARD))
         step.optimizer.register_step_pre_hook(lambda *call: self.enter(UPDATE))
 

@@ -20,7 +20,7 @@ from hope_hf.plan.simulate import Step, can_simulate, simulate
 
 WORKER = Path(__file__).with_name("step_worker.py")
 SINGLE = Launch(STRATEGIES["ddp"], 1, 1)
-HYBRID = {"num_hidden_layers": 18, "layer_types": ["hope_memory", "hope_memory", "sparse_attention"] * 6}
+HYBRID = {"num_hidden_layers": 12, "layer_types": ["hope_memory", "hope_memory", "sparse_attention"] * 4}
 
 
 def launch_of(key: str, processes: int, precision: str = "no") -> Launch:
@@ -86,8 +86,8 @@ MORE_LAYERS = [
     ("gpt2", {"n_layer": 8}, ("shard_grad_op", 4, "bf16"), {}),
     ("tiny", {"num_hidden_layers": 8}, ("ddp", 1, "no"), {"batch_size": 2}),
     ("tiny", {"num_hidden_layers": 8}, ("full_shard", 8, "bf16"), {"checkpointing": "mixer"}),
-    ("tiny", HYBRID, ("full_shard", 8, "bf16"), {"batch_size": 2}),
     ("tiny", HYBRID, ("ddp", 1, "no"), {}),
+    ("tiny", HYBRID, ("ddp", 2, "bf16"), {"batch_size": 2}),
 ]
 
 
