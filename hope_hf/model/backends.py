@@ -70,7 +70,8 @@ def borrow_fast_paths() -> None:
     # in a `try` block: transformers demands all other packages that the code of a model imports
     try:
         from hope_hf.fast import PATHS, is_written_for
-    except ImportError:
+    except Exception:
+        # not installed, of another version, or broken: the copy needs it not
         return
     if is_written_for(Path(__file__).parent):
         FAST.update(PATHS)

@@ -69,6 +69,14 @@ def test_a_copy_takes_fast_paths_where_its_code_is_the_packages(tiny_model, code
     assert copied.FAST == {}
 
 
+def test_a_copy_works_without_the_package(code_copy, monkeypatch):
+    copied = importlib.import_module("code_copy.backends")
+    copied.FAST.clear()
+    monkeypatch.setitem(sys.modules, "hope_hf.fast", None)
+    copied.borrow_fast_paths()
+    assert copied.FAST == {}
+
+
 def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):
     """From a local folder, `trust_remote_code` loads configuration and model as two copies."""
     shutil.copytree(Path(hope_hf.__file__).parent / "model", tmp_path / "configuration_copy")
