@@ -1,10 +1,11 @@
-"""`HopeConfig`: named sizes, defaults for every width, refusals in one sentence, and the way through JSON."""
+"""`HopeConfig`: named sizes, defaults for every width, refusals that name the field, and the way through JSON."""
 
 import json
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from mixers import SPARSE, WINDOW
 from transformers import AutoConfig
 
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM
@@ -28,22 +29,15 @@ def test_a_preset_has_the_parameters_of_its_name(name):
     assert kinds.count("sparse_attention") * 4 == (len(kinds) if name.endswith("-hybrid") else 0)
 
 
-def test_tiny_is_counted_at_the_vocabulary_of_the_demo():
-    assert HopeConfig.from_preset("tiny").vocab_size == 4096
-
-
 @pytest.mark.parametrize("kind, wider, squares", [("hope_memory", 2, 2), ("full_attention", 1, 8)])
-@pytest.mark.parametrize("width", range(64, 1537, 64))
-def test_every_width_divisible_by_64_is_a_model(width, kind, wider, squares):
-    config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, layer_types=[kind] * 2)
-    model = build_on_meta(config)
-    for block in model.model.layers:
-        matrices = sum(p.numel() for p in block.continuum.parameters() if p.ndim == 2)
-        # One level, rounded to the nearest 8 of its width, with three matrices.
-        assert matrices == pytest.approx(squares * width**2, abs=4 * 3 * width)
-    heads = config.num_memory_heads if kind == "hope_memory" else config.num_attention_heads
-    assert heads * config.head_dim == wider * width
-    assert model.model.layers[0].mixer.o_proj.weight.shape == (width, wider * width)
+def test_every_width_divisible_by_64_is_a_model(kind, wider, squares):
+    for width in (64, 192, 320, 832, 1536):
+        config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, layer_types=[kind] * 2)
+        for block in build_on_meta(config).model.layers:
+            matrices = sum(p.numel() for p in block.continuum.parameters() if p.ndim == 2)
+            # one level, rounded to the nearest 8 of its width, with three matrices
+            assert matrices == pytest.approx(squares * width**2, abs=4 * 3 * width)
+            assert block.mixer.o_proj.weight.shape == (width, wider * width)
 
 
 def test_mixers_may_have_other_widths_than_the_stream():
@@ -55,16 +49,15 @@ def test_mixers_may_have_other_widths_than_the_stream():
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
 
 
-def test_three_arguments_make_a_model_that_runs():
-    model = HopeForCausalLM(HopeConfig(**SMALL))
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
-
-
-@pytest.mark.parametrize("num_levels", [1, 2, 4])
-def test_levels_share_the_parameters_of_one_mlp(num_levels):
-    config = HopeConfig(vocab_size=100, hidden_size=768, num_hidden_layers=1, level_periods=[10] * num_levels)
-    continuum = build_on_meta(config).model.layers[0].continuum
-    assert sum(p.numel() for p in continuum.parameters() if p.ndim == 2) == pytest.approx(2 * 768**2, rel=0.02)
+def test_levels_share_the_parameters_of_one_mlp_and_a_clock():
+    for periods in ([10], [10] * 4):
+        config = HopeConfig(vocab_size=100, hidden_size=768, num_hidden_layers=1, level_periods=periods)
+        continuum = build_on_meta(config).model.layers[0].continuum
+        assert sum(p.numel() for p in continuum.parameters() if p.ndim == 2) == pytest.approx(2 * 768**2, rel=0.02)
+    config = HopeConfig(**SMALL, level_intermediate_sizes=[8, 16, 24])
+    assert config.level_periods == [1, 1, 1]
+    levels = build_on_meta(config).model.layers[0].continuum.levels
+    assert [level.up_proj.out_features for level in levels] == [8, 16, 24]
 
 
 @pytest.mark.parametrize("config", [HopeConfig(**SMALL), *map(HopeConfig.from_preset, PRESETS)])
@@ -74,95 +67,80 @@ def test_no_level_waits_unless_periods_are_given(config):
     assert {period_steps(period, 1) for period in config.level_periods} == {1}
 
 
-def test_widths_alone_make_levels_of_one_clock():
-    config = HopeConfig(**SMALL, level_intermediate_sizes=[8, 16, 24])
-    assert config.level_periods == [1, 1, 1]
-    levels = build_on_meta(config).model.layers[0].continuum.levels
-    assert [level.up_proj.out_features for level in levels] == [8, 16, 24]
+ATTENTION = dict(layer_types=["full_attention"])
+ERASES = dict(memory_erase_bias=[0.0, 0.0])
+# what else is in the configuration, a field, and values that are refused by its name
+REFUSED = [
+    ({}, "memory_chunk_size", [0, "4", 2.5]),
+    ({}, "vocab_size", [0]),
+    ({}, "hidden_size", [0, -64, 100]),
+    ({"layer_types": ["hope_memory"]}, "num_hidden_layers", [0, 2]),
+    ({}, "head_dim", [0, 48]),
+    ({}, "num_memory_heads", [0, -1]),
+    ({}, "conv_kernel_size", [0]),
+    ({}, "recompute_chunks", [-1]),
+    ({}, "projection_memory_rate", [-0.1]),
+    ({}, "memory_learning_rate_max", [-0.1, 2, float("nan")]),
+    ({}, "memory_learning_rate_bias", [[], [1.0], [0.0, 1.0, 2.0], 1.0]),
+    ({}, "memory_erase_bias", [[], [1.0], 1.0]),
+    ({}, "memory_depth", [0, 2, 3, "2"]),
+    ({}, "retention_bias", [[1.0], ["1", "8"]]),
+    ({}, "memory_projections", [["q"], ["v", "k"], ["k", "k"], "kv", True]),
+    ({}, "memory_rule", ["gated", None]),
+    ({}, "layer_types", [["mamba"], ["hope_memory"] * 2, [], "full_attention", [1], ["window_attention"]]),
+    ({}, "hidden_act", ["swish1", "", None]),
+    ({}, "level_variant", ["nested", "parallel"]),
+    ({}, "level_periods", [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4]),
+    ({}, "level_intermediate_sizes", [[], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]]),
+    ({"level_intermediate_sizes": [8, 8, 8]}, "level_periods", [[1, 2], [1, 2, 4, 8]]),
+    (ERASES, "memory_value_gate", [False]),
+    (ERASES, "memory_projections", [["k"]]),
+    (ERASES, "memory_rule", ["paper"]),
+    (ATTENTION, "num_attention_heads", [0, -1]),
+    (ATTENTION, "num_key_value_heads", [0, 4]),
+    (ATTENTION, "hidden_size", [100]),
+    (WINDOW | dict(num_hidden_layers=2), "sliding_window", [None, 0]),
+    (WINDOW | dict(num_hidden_layers=2), "attention_sinks", [-1]),
+    (ATTENTION, "sliding_window", [6]),
+    (SPARSE | dict(num_hidden_layers=2), "sparse_window", [10]),
+    (SPARSE | dict(num_hidden_layers=2), "sparse_compress_stride", [3]),
+    (SPARSE | dict(num_hidden_layers=2), "sparse_top_k", [0]),
+    (SPARSE | dict(num_hidden_layers=2), "sparse_block_size", [0]),
+]
 
 
-REFUSED = {
-    "memory_chunk_size": [0, -3, "4", 2.5],
-    "vocab_size": [0],
-    "hidden_size": [0, -64, 100],
-    "num_hidden_layers": [0],
-    "head_dim": [0, 48],
-    "num_memory_heads": [0, -1],
-    "conv_kernel_size": [0],
-    "recompute_chunks": [-1],
-    "projection_memory_rate": [-0.1],
-    "memory_learning_rate_max": [-0.1, 2, float("nan")],
-    "memory_learning_rate_bias": [[], [1.0], [0.0, 1.0, 2.0], 1.0],
-    "memory_erase_bias": [[], [1.0], 1.0],
-    "memory_depth": [0, 3, "2"],
-    "retention_bias": [[1.0], ["1", "8"]],
-    "memory_projections": [["q"], ["v", "k"], ["k", "k"], "kv", True],
-    "memory_rule": ["gated", None],
-    "layer_types": [["mamba"], ["hope_memory"] * 2, [], "full_attention", [1]],
-    "hidden_act": ["swish1", "", None],
-    "level_variant": ["nested", "parallel"],
-    "level_periods": [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4],
-    "level_intermediate_sizes": [[], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]],
-}
-REFUSED_OF_ATTENTION = {"num_attention_heads": [0, -1], "num_key_value_heads": [0, 4], "hidden_size": [100]}
-
-
-def refusals(table):
-    return [(field, value) for field, bad in table.items() for value in bad]
-
-
-def sentence_of(**options):
-    # transformers wraps what a validator raises: the cause is the sentence
-    with pytest.raises(StrictDataclassError) as refusal:
-        HopeConfig(**{**SMALL, **options})
-    assert isinstance(refusal.value.__cause__, (ValueError, TypeError))
-    return str(refusal.value.__cause__)
-
-
-@pytest.mark.parametrize(("field", "value"), refusals(REFUSED))
-def test_a_bad_value_is_refused_in_a_sentence_with_the_name_of_its_field(field, value):
-    sentence = sentence_of(**{field: value})
-    assert field in sentence and "\n" not in sentence
-
-
-@pytest.mark.parametrize(
-    "options, other",
-    [
-        ({"memory_value_gate": False}, "memory_value_gate"),
-        ({"memory_projections": ["k"]}, "memory_projections"),
-        ({"memory_rule": "paper"}, "memory_rule"),
-    ],
-)
-def test_a_gate_of_what_is_erased_names_what_it_does_not_go_with(options, other):
-    sentence = sentence_of(memory_erase_bias=[0.0, 0.0], **options)
-    assert "memory_erase_bias" in sentence and other in sentence and "\n" not in sentence
-
-
-@pytest.mark.parametrize(("field", "value"), refusals(REFUSED_OF_ATTENTION))
-def test_a_bad_value_of_attention_is_refused_where_there_is_attention(field, value):
-    sentence = sentence_of(**{"layer_types": ["full_attention"], field: value})
-    assert field in sentence and "\n" not in sentence
+@pytest.mark.parametrize("other, field, values", REFUSED, ids=[f"{field}-{[*other]}" for other, field, _ in REFUSED])
+def test_a_bad_value_is_refused_by_the_name_of_its_field(other, field, values):
+    for value in values:
+        # transformers wraps what a validator raises: the cause is the sentence
+        with pytest.raises(StrictDataclassError) as refusal:
+            HopeConfig(**SMALL | other | {field: value})
+        sentence = str(refusal.value.__cause__)
+        assert isinstance(refusal.value.__cause__, (ValueError, TypeError))
+        assert field in sentence and "\n" not in sentence
 
 
 def test_heads_of_layers_that_are_not_there_may_be_anything():
     assert not HopeConfig(**SMALL, num_attention_heads=0).has_positions
     assert not HopeConfig(**SMALL, num_memory_heads=0, layer_types=["full_attention"]).has_memories
+    hybrid = HopeConfig(**SMALL | {"num_hidden_layers": 2}, layer_types=["hope_memory", "full_attention"])
+    assert hybrid.has_memories and hybrid.has_positions
 
 
-@pytest.mark.parametrize(
-    "layer_types, longest",
-    [(["hope_memory"], None), (["full_attention"], 8192), (["sparse_attention"], 8192), (["window_attention"], None)],
-)
-def test_positions_end_where_a_layer_sees_the_whole_text(layer_types, longest):
-    window = 8 if layer_types == ["window_attention"] else None
-    config = HopeConfig(**SMALL, layer_types=layer_types, sliding_window=window, max_position_embeddings=8192)
-    assert config.longest_text == longest
+def test_positions_end_where_a_layer_sees_the_whole_text():
+    longest = {"hope_memory": None, "full_attention": 8192, "sparse_attention": 8192, "window_attention": None}
+    for kind, expected in longest.items():
+        window = 8 if kind == "window_attention" else None
+        config = HopeConfig(**SMALL, layer_types=[kind], sliding_window=window, max_position_embeddings=8192)
+        assert config.longest_text == expected
 
 
-def test_layers_of_memories_belong_to_the_papers_rule():
-    assert HopeConfig(**SMALL, memory_rule="paper", memory_depth=2).memory_depth == 2
-    with pytest.raises(StrictDataclassError, match="`memory_depth` is 2 and `memory_rule` is 'delta'"):
-        HopeConfig(**SMALL, memory_depth=2)
+def rewritten(folder, config, **fields):
+    """A configuration's file with other fields, loaded."""
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return AutoConfig.from_pretrained(folder)
 
 
 def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_path):
@@ -171,73 +149,39 @@ def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_
         depth=2, erase="output", hidden_norm="unit", inner_rate=0.1, error_clip=2.0, target_norm=True,
         read_mode="inclusive", decay_to="initial",
     )  # fmt: skip
-    HopeConfig(**SMALL, memory_rule="paper").save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    saved = json.loads(file.read_text())
-    file.write_text(json.dumps(saved | {"paper_rule": None}))
-    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "paper_rule")
-    del saved["memory_depth"]
-    file.write_text(json.dumps(saved | {"paper_rule": rule}))
-    assert AutoConfig.from_pretrained(tmp_path).memory_depth == 2
-    file.write_text(json.dumps(saved | {"paper_rule": {"depth": 2}}))
-    assert AutoConfig.from_pretrained(tmp_path).memory_depth == 2
+    config = HopeConfig(**SMALL, memory_rule="paper")
+    assert not hasattr(rewritten(tmp_path, config, paper_rule=None), "paper_rule")
+    for options in (rule, {"depth": 2}):
+        assert rewritten(tmp_path, config, paper_rule=options).memory_depth == 2
     for other in (rule | {"erase": "both"}, {"depths": 2}, "literal"):
-        file.write_text(json.dumps(saved | {"paper_rule": other}))
-        with pytest.raises(ValueError, match="'paper_rule'.*another version wrote it"):
-            AutoConfig.from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="'paper_rule'"):
+            rewritten(tmp_path, config, paper_rule=other)
 
 
 def test_kinds_of_layers_are_saved_where_transformers_does_not_check_them(tmp_path):
     """It reads a tokenizer's folder without our class, and knows no kinds but its own in `layer_types`."""
     kinds = ["hope_memory", "full_attention"]
     config = HopeConfig(**SMALL | {"num_hidden_layers": 2}, layer_types=kinds)
-    config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    saved = json.loads(file.read_text())
+    loaded = rewritten(tmp_path, config)
+    saved = json.loads((tmp_path / "config.json").read_text())
     assert "layer_types" not in saved and saved["mixer_types"] == kinds
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert loaded.layer_types == kinds and not hasattr(loaded, "mixer_types")
-    assert loaded.to_dict()["layer_types"] == kinds
+    assert loaded.layer_types == loaded.to_dict()["layer_types"] == kinds and not hasattr(loaded, "mixer_types")
     # files of before
-    file.write_text(json.dumps(saved | {"layer_types": kinds[::-1]}))
-    assert AutoConfig.from_pretrained(tmp_path).layer_types == kinds[::-1]
-    del saved["mixer_types"]
-    file.write_text(json.dumps(saved | {"layer_types": kinds}))
-    assert AutoConfig.from_pretrained(tmp_path).layer_types == kinds
-
-
-def test_every_layer_has_one_type():
-    with pytest.raises(StrictDataclassError, match="`layer_types` has 2 entries, and `num_hidden_layers` is 3"):
-        HopeConfig(**SMALL | {"num_hidden_layers": 3}, layer_types=["hope_memory", "full_attention"])
-    hybrid = HopeConfig(**SMALL | {"num_hidden_layers": 2}, layer_types=["hope_memory", "full_attention"])
-    assert hybrid.has_memories and hybrid.has_positions
-    assert HopeConfig(**SMALL).layer_types == ["hope_memory"]
-
-
-def test_lists_of_levels_must_be_of_one_length():
-    for periods in ([1, 2], [1, 2, 4, 8]):
-        with pytest.raises(StrictDataclassError, match="level_periods.*level_intermediate_sizes.*same length"):
-            HopeConfig(**SMALL, level_periods=periods, level_intermediate_sizes=[8, 8, 8])
+    assert rewritten(tmp_path, config, layer_types=kinds[::-1]).layer_types == kinds[::-1]
 
 
 @pytest.mark.parametrize("field, value", [("memory_sigma", "silu"), ("mixer", "attention"), ("adaptive_k", True)])
 def test_a_field_of_another_version_is_refused_when_a_configuration_is_read(tmp_path, field, value):
-    HopeConfig(**SMALL).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value, "some_tool": 1}))
-    with pytest.raises(ValueError, match=f"'{field}'.*another version wrote it"):
-        AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"'{field}'"):
+        rewritten(tmp_path, HopeConfig(**SMALL), **{field: value, "some_tool": 1})
 
 
-def test_an_unknown_preset_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'tinny'.*tiny, pilot, mid, target"):
         HopeConfig.from_preset("tinny")
-
-
-def test_a_misspelled_field_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="'memory_chunksize'; did you mean 'memory_chunk_size'"):
+    with pytest.raises(ValueError, match="'memory_chunksize'.*'memory_chunk_size'"):
         HopeConfig.from_preset("tiny", memory_chunksize=16)
-    with pytest.raises(ValueError, match="no field 'zzzz'$"):
+    with pytest.raises(ValueError, match="'zzzz'$"):
         HopeConfig.check_field("zzzz")
 
 
@@ -271,24 +215,13 @@ def test_json_gives_the_same_configuration_back(tmp_path, options):
         assert {field: getattr(loaded, field) for field in options} == options
 
 
-def test_fields_can_be_overridden_while_loading(tmp_path):
+def test_fields_are_overridden_while_loading_and_checked_where_they_are_used(tmp_path):
     HopeConfig(**SMALL).save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(
-        tmp_path, num_hidden_layers=3, memory_chunk_size=7, layer_types=["hope_memory"] * 3
-    )
-    assert (config.num_hidden_layers, config.memory_chunk_size, len(config.layer_types)) == (3, 7, 3)
-    config.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 3
-
-
-@pytest.mark.parametrize(
-    "override",
-    [dict(memory_chunk_size=0), dict(level_periods=[1, 2]), dict(num_hidden_layers=2)],
-    ids=str,
-)
-def test_a_bad_value_set_later_is_neither_built_nor_saved(tmp_path, override):
-    HopeConfig(**SMALL).save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, **override)
-    for use in (HopeForCausalLM, lambda config: config.save_pretrained(tmp_path)):
-        with pytest.raises(StrictDataclassError, match=next(iter(override))):
-            use(config)
+    good = dict(num_hidden_layers=3, memory_chunk_size=7, layer_types=["hope_memory"] * 3)
+    config = AutoConfig.from_pretrained(tmp_path, **good)
+    assert {field: getattr(config, field) for field in good} == good
+    for bad in (dict(memory_chunk_size=0), dict(level_periods=[1, 2]), dict(num_hidden_layers=2)):
+        config = AutoConfig.from_pretrained(tmp_path, **bad)
+        for use in (HopeForCausalLM, lambda config: config.save_pretrained(tmp_path)):
+            with pytest.raises(StrictDataclassError, match=next(iter(bad))):
+                use(config)

@@ -2,17 +2,15 @@
 
 import copy
 import math
-import subprocess
-import sys
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from learning_models import ALL, LAYERS, TEACHES, one_level, random_ids
-from mixers import ATTENTION, HYBRID, SPARSE
+from learning_models import ALL, STATES, TEACHES, one_level, random_ids
+from mixers import ATTENTION, HYBRID, MIXED
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import StoppingCriteria
 from transformers.utils import logging
@@ -29,8 +27,11 @@ def read(model, ids, cache=None, **arguments):
         return model(ids, cache=cache, learn=True, **arguments).logits, cache
 
 
-def deltas(cache):
-    return {str(key): delta for key, delta in cache.levels.deltas.items()}
+def deltas(cache, rows=slice(None)):
+    return {str(key): delta[rows] for key, delta in cache.levels.deltas.items()}
+
+
+EXACT, SAME = dict(rtol=1e-9, atol=1e-9), dict(rtol=0, atol=0)
 
 
 def factored(gradient):
@@ -108,19 +109,16 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("options", [*LAYERS.values(), SPARSE], ids=[*LAYERS, "sparse"])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_outputs_and_differences_equal_the_equations(tiny_model, options, rule):
-    model = one_level(tiny_model, learning=rule, **options)
+@pytest.mark.parametrize("kind, rule", [*product(["memory"], RULES), ("attention", "drift"), ("mixed", "plain")])
+def test_outputs_and_differences_equal_the_equations(tiny_model, kind, rule):
+    model = one_level(tiny_model, learning=RULES[rule], **STATES[kind])
     ids = random_ids(2, 43)
     logits, cache = read(model, ids)
     assert cache.levels.steps.sum() + cache.levels.skipped.sum() == 2 * 5
     for row in range(2):
-        expected, differences = twin(model, ids[row], model.config.level_learning)
-        torch.testing.assert_close(logits[row], expected, rtol=1e-9, atol=1e-9)
-        for name, difference in differences.items():
-            torch.testing.assert_close(deltas(cache)[name][row], difference, rtol=1e-9, atol=1e-9)
-    if rule is TEACHES:
+        expected = twin(model, ids[row], model.config.level_learning)
+        torch.testing.assert_close((logits[row], deltas(cache, row)), expected, **EXACT)
+    if rule == "plain":
         assert (logits - model(ids).logits)[:, 8:].abs().max() > 3e-3, "the levels have learned nothing"
 
 
@@ -132,10 +130,8 @@ def test_two_clocks_equal_the_equations(tiny_model, variant):
     ids = random_ids(1, 30)
     logits, cache = read(model, ids)
     assert cache.levels.steps.tolist() == [[7, 2]]
-    expected, differences = twin(model, ids[0], model.config.level_learning)
-    torch.testing.assert_close(logits[0], expected, rtol=1e-9, atol=1e-9)
-    for name, difference in differences.items():
-        torch.testing.assert_close(deltas(cache)[name][0], difference, rtol=1e-9, atol=1e-9)
+    expected = twin(model, ids[0], model.config.level_learning)
+    torch.testing.assert_close((logits[0], deltas(cache, 0)), expected, **EXACT)
 
 
 def test_a_zero_gradient_and_a_tiny_one_are_normalised_without_nan():
@@ -148,15 +144,12 @@ def test_a_zero_gradient_and_a_tiny_one_are_normalised_without_nan():
     assert not normalised(torch.zeros(1, 3, 3)).any()
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_text_cut_at_periods_reads_and_teaches_the_same(tiny_model, options):
-    model, ids = one_level(tiny_model, **options), random_ids(2, 40)
+def test_a_text_cut_at_periods_reads_and_teaches_the_same(tiny_model):
+    model, ids = one_level(tiny_model, **MIXED), random_ids(2, 40)
     whole, once = read(model, ids)
     cache = HopeCache(model.config)
     parts = [read(model, part, cache)[0] for part in ids.split([16, 8, 16], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=0)
-    for name, delta in deltas(once).items():
-        assert torch.equal(deltas(cache)[name], delta)
+    torch.testing.assert_close((torch.cat(parts, dim=1), deltas(cache)), (whole, deltas(once)), **SAME)
 
 
 def test_a_text_cut_elsewhere_teaches_nearly_the_same_at_the_same_tokens(tiny_model):
@@ -172,10 +165,9 @@ def test_a_text_cut_elsewhere_teaches_nearly_the_same_at_the_same_tokens(tiny_mo
         assert 0 < change < 0.5
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_padded_batch_learn_as_if_alone(tiny_model, options, side):
-    model = one_level(tiny_model, torch.float32, **options)
+def test_rows_of_a_padded_batch_learn_as_if_alone(tiny_model, side):
+    model = one_level(tiny_model, torch.float32, **MIXED)
     texts = [random_ids(1, length, seed=length) for length in (37, 21, 37)]
     ids, mask = torch.zeros(3, 37, dtype=torch.long), torch.zeros(3, 37, dtype=torch.long)
     for row, text in enumerate(texts):
@@ -185,31 +177,8 @@ def test_rows_of_a_padded_batch_learn_as_if_alone(tiny_model, options, side):
     assert cache.levels.tokens.tolist() == [37, 21, 37]
     for row, text in enumerate(texts):
         alone, own = read(model, text)
-        torch.testing.assert_close(logits[row, mask[row].bool()], alone[0], rtol=0, atol=1e-5)
-        for name, delta in deltas(own).items():
-            torch.testing.assert_close(deltas(cache)[name][row], delta[0], rtol=0, atol=1e-5)
-    if side == "right":
-        return
-    # and read on together
-    after = random_ids(3, 9, seed=5)
-    more = torch.cat([mask, torch.ones_like(after)], dim=1)
-    logits, _ = read(model, after, cache, attention_mask=more)
-    alone, own = read(model, torch.cat([texts[1], after[1:2]], dim=1)[:, :24])
-    torch.testing.assert_close(logits[1, :3], alone[0, 21:], rtol=0, atol=1e-5)
-
-
-def test_rows_that_end_elsewhere_beside_sparse_attention_are_read_as_if_alone(tiny_model):
-    model = one_level(tiny_model, torch.float64, **SPARSE)
-    ids, mask = random_ids(2, 64), torch.ones(2, 64, dtype=torch.long)
-    mask[0, :41] = 0
-    cache = HopeCache(model.config)
-    logits, _ = read(model, ids, cache, attention_mask=mask)
-    for row, first in enumerate((41, 0)):
-        alone = HopeCache(model.config)
-        expected, _ = read(model, ids[row : row + 1, first:], alone)
-        torch.testing.assert_close(logits[row, first:], expected[0], rtol=0, atol=1e-9)
-        for key, delta in alone.levels.deltas.items():
-            torch.testing.assert_close(cache.levels.deltas[key][row], delta[0], rtol=0, atol=1e-12)
+        found = logits[row, mask[row].bool()], deltas(cache, row)
+        torch.testing.assert_close(found, (alone[0], deltas(own, 0)), rtol=0, atol=1e-5)
 
 
 def test_labels_say_what_is_scored_and_learned(tiny_model):
@@ -231,9 +200,8 @@ def test_labels_say_what_is_scored_and_learned(tiny_model):
     assert cache.levels.steps.tolist() == [[3]]
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_rate_of_0_equals_the_frozen_model_bit_by_bit(tiny_model, options):
-    model, ids = one_level(tiny_model, learning=TEACHES | dict(rate=0), **options), random_ids(2, 40)
+def test_a_rate_of_0_equals_the_frozen_model_bit_by_bit(tiny_model):
+    model, ids = one_level(tiny_model, learning=TEACHES | dict(rate=0), **MIXED), random_ids(2, 40)
     logits, _ = read(model, ids)
     cache = HopeCache(model.config)
     with torch.no_grad():
@@ -243,26 +211,14 @@ def test_a_rate_of_0_equals_the_frozen_model_bit_by_bit(tiny_model, options):
 
 def test_weights_keep_their_bytes_and_two_caches_do_not_touch(tiny_model):
     model = one_level(tiny_model, torch.float32)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    grads = [parameter.requires_grad for parameter in model.parameters()]
+    before = copy.deepcopy(model.state_dict())
     plain, other = model(random_ids(1, 12)).logits, HopeCache(model.config)
     _, cache = read(model, random_ids(1, 40))
     with torch.no_grad():
         assert not torch.equal(model(random_ids(1, 12), cache=cache).logits, plain)
         assert torch.equal(model(random_ids(1, 12), cache=other).logits, plain)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert [parameter.requires_grad for parameter in model.parameters()] == grads
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_texts_without_learning_keep_what_was_learned(tiny_model):
-    model, ids = one_level(tiny_model), random_ids(1, 24)
-    _, cache = read(model, ids)
-    learned = {name: delta.clone() for name, delta in deltas(cache).items()}
-    with torch.no_grad():
-        model(random_ids(1, 24, seed=2), cache=cache)
-    assert all(torch.equal(delta, learned[name]) for name, delta in deltas(cache).items())
-    assert cache.levels.tokens.tolist() == [24]
+    torch.testing.assert_close(model.state_dict(), before, **SAME)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_step_with_a_number_that_is_not_finite_is_left_out(tiny_model, monkeypatch):
@@ -289,70 +245,49 @@ def answers(model, cache, ids):
     return read(model, ids, copy.deepcopy(cache))[0]
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_what_is_learned_forks_rolls_back_reorders_and_resets(tiny_model, options):
-    model = one_level(tiny_model, **options)
+def test_what_is_learned_forks_rolls_back_reorders_and_resets(tiny_model):
+    model = one_level(tiny_model, **MIXED)
     ids, after = random_ids(3, 21), random_ids(3, 11, seed=2)
     _, cache = read(model, ids)
     before, expected = cache.snapshot(), answers(model, cache, after)
     read(model, random_ids(3, 30, seed=3), cache)
     assert not torch.allclose(answers(model, cache, after), expected)
     assert torch.equal(answers(model, cache.rollback(before), after), expected)
-    chosen = copy.deepcopy(cache)
-    chosen.reorder_cache(torch.tensor([2, 0, 0]))
-    torch.testing.assert_close(answers(model, chosen, after[[2, 0, 0]]), expected[[2, 0, 0]])
-    chosen = copy.deepcopy(cache)
-    chosen.batch_select_indices(torch.tensor([1]))
-    torch.testing.assert_close(answers(model, chosen, after[[1]]), expected[[1]])
-    chosen.batch_repeat_interleave(2)
-    torch.testing.assert_close(answers(model, chosen, after[[1, 1]]), expected[[1, 1]])
+    for change, rows in (
+        (lambda held: held.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda held: held.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda held: held.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    ):
+        chosen = copy.deepcopy(cache)
+        change(chosen)
+        torch.testing.assert_close(answers(model, chosen, after[rows]), expected[rows])
     assert cache.level_bytes > 3 * 40 * 32 * 8
     cache.reset_levels()
     assert cache.level_bytes == 0 and cache.get_seq_length() == 21
-    _, fresh = read(model, ids, HopeCache(model.config))
-    fresh.reset()
-    torch.testing.assert_close(read(model, ids, fresh)[0], read(model, ids)[0])
 
 
-def test_cropping_drops_keys_and_values_and_keeps_what_was_learned(tiny_model):
+def test_cropping_and_reading_without_learning_keep_what_was_learned(tiny_model):
     model = one_level(tiny_model, **ATTENTION)
-    _, cache = read(model, random_ids(1, 20))
-    learned = {name: delta.clone() for name, delta in deltas(cache).items()}
+    _, cache = read(model, random_ids(1, 8))
+    learned = copy.deepcopy(deltas(cache))
+    with torch.no_grad():
+        model(random_ids(1, 12, seed=2), cache=cache)
+    assert cache.levels.tokens.tolist() == [8]
     cache.crop(-7)
     assert cache.get_seq_length() == 13
-    assert all(torch.equal(delta, learned[name]) for name, delta in deltas(cache).items())
+    torch.testing.assert_close(deltas(cache), learned, **SAME)
 
 
-IN_ANOTHER_PROCESS = """
-import sys, torch
-from pathlib import Path
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-import hope_hf
-folder = Path(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(folder / "model")
-cache = hope_hf.HopeCache.from_pretrained(folder / sys.argv[2], model)
-with torch.no_grad():
-    logits = model(load_file(folder / "ids.safetensors")["ids"], cache=cache, learn=True).logits
-save_file({"logits": logits}, folder / "logits.safetensors")
-"""
-
-
-def test_a_file_continues_in_another_process(tiny_model, tmp_path, warm_python):
+def test_a_file_continues_in_every_precision(tiny_model, tmp_path):
     model = one_level(tiny_model, torch.float32, **HYBRID)
     _, cache = read(model, random_ids(2, 21))
-    ids = random_ids(2, 30, seed=2)
+    ids, sizes = random_ids(2, 30, seed=2), []
     expected, frozen = answers(model, cache, ids), answers(model, copy.deepcopy(cache).reset_levels(), ids)
-    model.save_pretrained(tmp_path / "model")
-    save_file({"ids": ids}, tmp_path / "ids.safetensors")
-    sizes = []
     for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 1e-3), ("int8", 1e-3)):
         cache.save_pretrained(tmp_path / dtype, model, level_dtype=dtype)
         sizes.append((tmp_path / dtype / "hope_cache.safetensors").stat().st_size)
-        subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), dtype], check=True, timeout=300)
-        logits = load_file(tmp_path / "logits.safetensors")["logits"]
-        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
+        loaded = HopeCache.from_pretrained(tmp_path / dtype, model)
+        torch.testing.assert_close(read(model, ids, loaded)[0], expected, rtol=0, atol=tolerance)
     assert sizes[0] > sizes[1] > sizes[2]
     assert (frozen - expected).abs().max() > 5e-3, "what was learned makes no difference"
 
@@ -370,68 +305,56 @@ def test_int8_is_exact_to_a_part_of_each_row(tiny_model):
         assert ((found - delta).abs() <= delta.abs().amax(-1, keepdim=True) / 253).all()
 
 
-def test_a_file_of_other_fields_levels_or_a_truncated_one_is_refused(tiny_model, tmp_path):
+def test_a_file_of_other_fields_is_refused(tiny_model, tmp_path):
     model = one_level(tiny_model, torch.float32)
     _, cache = read(model, random_ids(1, 21))
     cache.save_pretrained(tmp_path, model)
-    file = tmp_path / "hope_cache.safetensors"
-
-    def refused(match, **fields):
-        learning = LevelLearning(**(TEACHES | fields)) if fields else None
-        changed = one_level(tiny_model, torch.float32, learning=learning)
+    others = {
+        "level_learning": None,
+        "`rate`.*0.3.*0.1": LevelLearning(**TEACHES | dict(rate=0.1)),
+        "`matrices`": LevelLearning(**TEACHES | dict(matrices=ALL)),
+    }
+    for match, learning in others.items():
         with pytest.raises(ValueError, match=match):
-            HopeCache.from_pretrained(tmp_path, changed)
-
-    refused("holds what levels have learned: set model.config.level_learning")
-    refused("was written with `rate` of `level_learning` at 0.3, and the model has 0.1", rate=0.1)
-    refused("was written with `matrices` of `level_learning`", matrices=ALL)
-    with pytest.raises(ValueError, match="level_dtype is 'int4': choose one of"):
+            HopeCache.from_pretrained(tmp_path, one_level(tiny_model, torch.float32, learning=learning))
+    with pytest.raises(ValueError, match="level_dtype.*int4"):
         cache.save_pretrained(tmp_path, model, level_dtype="int4")
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="is damaged"):
-        HopeCache.from_pretrained(tmp_path, model)
 
 
-WRONG_VALUES = {
-    "nan": ("deltas.2.0.down_proj", math.nan, "NaN or infinity in 'levels.deltas.2.0.down_proj'"),
-    "1e18": ("deltas.2.0.down_proj", 1e18, "beyond the `drift` 2.0"),
-    "drift": ("deltas.2.0.down_proj", 30.0, "beyond the `drift` 2.0"),
-    "gradient": ("gradients.2.0.down_proj", math.inf, "NaN or infinity in 'levels.gradients.2.0.down_proj'"),
-    "loss": ("losses", math.nan, "NaN or infinity in 'levels.losses'"),
-    "count": ("scored", -1, "negative counts in 'levels.scored'"),
-}
+# a tensor, its last value, and a word that the sentence has beside the tensor's name
+WRONG_VALUES = [
+    ("deltas.2.0.down_proj", math.nan, "NaN"),
+    ("deltas.2.0.down_proj", 1e18, "`drift` 2.0"),
+    ("deltas.2.0.down_proj", 30.0, "`drift` 2.0"),
+    ("gradients.2.0.down_proj", math.inf, "infinity"),
+    ("losses", math.nan, "NaN"),
+    ("scored", -1, "negative"),
+]
 
 
-@pytest.mark.parametrize("name, value, match", WRONG_VALUES.values(), ids=WRONG_VALUES)
-def test_a_file_of_what_no_text_teaches_is_refused(tiny_model, tmp_path, monkeypatch, name, value, match):
+def test_a_file_of_what_no_text_teaches_is_refused(tiny_model, tmp_path, monkeypatch):
     model = one_level(tiny_model, torch.float32)
     _, cache = read(model, random_ids(2, 21))
-    for dtype in ("float32", "int8"):
-        cache.save_pretrained(tmp_path / dtype, model, level_dtype=dtype)
-        HopeCache.from_pretrained(tmp_path / dtype, model)
-    whole = cache.state_tensors
-
-    def forged(dtype):
-        tensors = whole(dtype)
-        tensors[f"levels.{name}"] = tensors[f"levels.{name}"].clone(memory_format=torch.contiguous_format)
-        tensors[f"levels.{name}"].flatten()[-1] = value
-        return tensors
-
-    # with a seal that fits, as a program would make it
-    monkeypatch.setattr(cache, "state_tensors", forged)
+    tensors = cache.state_tensors()
     monkeypatch.setattr(cache_file, "_stays_finite", lambda _: True)
-    cache.save_pretrained(tmp_path / "forged", model)
-    with pytest.raises(ValueError, match=match):
-        HopeCache.from_pretrained(tmp_path / "forged", model)
+    for name, value, word in WRONG_VALUES:
+        forged = tensors[f"levels.{name}"].clone(memory_format=torch.contiguous_format)
+        forged.flatten()[-1] = value
+        # with a seal that fits, as a program would make it
+        changed = tensors | {f"levels.{name}": forged}
+        monkeypatch.setattr(cache, "state_tensors", lambda dtype, changed=changed: changed)
+        cache.save_pretrained(tmp_path / "forged", model)
+        with pytest.raises(ValueError, match=word):
+            HopeCache.from_pretrained(tmp_path / "forged", model)
 
 
 def test_a_cache_of_another_model_is_refused(tiny_model):
     model, wider = one_level(tiny_model), one_level(tiny_model, level_intermediate_sizes=[48])
     _, cache = read(model, random_ids(1, 21))
-    with pytest.raises(ValueError, match="which does not fit this model"):
+    with pytest.raises(ValueError, match="does not fit"):
         read(wider, random_ids(1, 9), cache)
     model.config.level_learning = TEACHES | dict(blocks=[0])
-    with pytest.raises(ValueError, match="`level_learning` names others"):
+    with pytest.raises(ValueError, match="level_learning"):
         read(model, random_ids(1, 9), cache)
 
 
@@ -441,7 +364,7 @@ def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
     logits, expected = read(model, ids)
     cache = HopeCache(model.config)
     report = model.learn(ids, cache=cache)
-    assert all(torch.equal(delta, deltas(expected)[name]) for name, delta in deltas(cache).items())
+    torch.testing.assert_close(deltas(cache), deltas(expected), **SAME)
     assert report.loss == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
     assert (report.tokens, report.steps, len(report.losses)) == (28, [3], 4)
     weight = model.model.layers[2].continuum.levels[0].down_proj.weight
@@ -453,8 +376,6 @@ def test_learn_reads_a_text_and_reports(tiny_model, tmp_path, word_tokenizer):
     model.config.level_learning.gate = True
     gated = model.learn(random_ids(1, 64, seed=7), cache=HopeCache(model.config))
     assert gated.skipped_gate > 0 and "by the gate" in str(gated)
-    with pytest.raises(ValueError, match="give cache=HopeCache"):
-        model.learn(ids)
 
 
 def test_learn_shows_its_progress(tiny_model, capsys):
@@ -472,32 +393,28 @@ def test_learn_shows_its_progress(tiny_model, capsys):
     assert "learn: 100%" in shown and "56/56" in shown and "token" in shown
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_generate_learns_from_the_prompt_and_from_new_tokens_when_asked(tiny_model, options):
+def test_generate_learns_from_the_prompt_and_from_new_tokens_when_asked(tiny_model):
     # so much that the new tokens change
-    model, ids = one_level(tiny_model, learning=TEACHES | dict(rate=3.0, drift=20.0), **options), random_ids(2, 21)
+    model, ids = one_level(tiny_model, learning=TEACHES | dict(rate=3.0, drift=20.0), **MIXED), random_ids(2, 21)
     arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
     plain = model.generate(ids, **arguments)
     cache, both = HopeCache(model.config), HopeCache(model.config)
     taught = model.generate(ids, cache=cache, learn=True, **arguments)
     _, expected = read(model, ids)
-    for name, delta in deltas(expected).items():
-        torch.testing.assert_close(deltas(cache)[name], delta)
+    torch.testing.assert_close(deltas(cache), deltas(expected))
     assert cache.get_seq_length() == 32 and not torch.equal(taught, plain)
     assert torch.equal(model.generate(ids, cache=both, learn=True, learn_generated=True, **arguments), taught)
     read(model, taught[:, 21:32], expected)
     assert both.levels.tokens.tolist() == [32, 32]
-    for name, delta in deltas(expected).items():
-        torch.testing.assert_close(deltas(both)[name], delta)
+    torch.testing.assert_close(deltas(both), deltas(expected))
     beams = model.generate(ids, learn=True, num_beams=3, **arguments)
     assert beams.shape == plain.shape
-    with pytest.raises(ValueError, match="give num_beams=1"):
+    with pytest.raises(ValueError, match="num_beams"):
         model.generate(ids, learn_generated=True, num_beams=3, **arguments)
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_row_behind_padding_learns_and_goes_on_as_if_alone(tiny_model, options):
-    model, ids, new = one_level(tiny_model, **options), random_ids(2, 21), random_ids(2, 3, seed=2)
+def test_a_row_behind_padding_learns_and_goes_on_as_if_alone(tiny_model):
+    model, ids, new = one_level(tiny_model, **MIXED), random_ids(2, 21), random_ids(2, 3, seed=2)
     arguments = dict(do_sample=False, max_new_tokens=9, pad_token_id=0, learn=True, learn_generated=True)
     arguments |= dict(output_logits=True, return_dict_in_generate=True)
     padded, alone = ids.clone(), ids[:1, 5:]
@@ -511,48 +428,7 @@ def test_a_row_behind_padding_learns_and_goes_on_as_if_alone(tiny_model, options
         mask = torch.cat([mask, torch.ones_like(follow)], dim=1)
         found.append(torch.stack(model.generate(follow, attention_mask=mask, cache=cache, **arguments).logits)[:, :1])
     torch.testing.assert_close(*found, rtol=0, atol=1e-9)
-    for name, delta in deltas(caches[1]).items():
-        torch.testing.assert_close(deltas(caches[0])[name][:1], delta, rtol=0, atol=1e-9)
-
-
-def test_padding_after_a_criterion_that_stops_one_row_is_not_learned(tiny_model):
-    class StopsTheFirst(StoppingCriteria):
-        def __call__(self, input_ids, scores, **_):
-            return torch.tensor([input_ids.shape[1] >= 25, False])[: len(input_ids)]
-
-    model, ids = one_level(tiny_model), random_ids(2, 21)
-    arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=63, learn_generated=True)
-    caches = [HopeCache(model.config) for _ in range(2)]
-    for rows, cache in zip((ids, ids[:1]), caches, strict=True):
-        model.generate(rows, cache=cache, stopping_criteria=[StopsTheFirst()], **arguments)
-    # `generate` does not read the last token
-    assert caches[1].levels.tokens.tolist() == [3] and caches[0].levels.tokens.tolist()[0] in (3, 4)
-
-
-def test_masks_and_boundaries_that_levels_cannot_learn_by_are_refused(tiny_model):
-    model, ids = one_level(tiny_model, **ATTENTION), random_ids(1, 9)
-    square = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
-    with pytest.raises(ValueError, match=r"shape \(1, 1, 9, 9\), and learn=True takes \(batch, tokens\)"):
-        read(model, ids, attention_mask=square)
-    with pytest.raises(ValueError, match="as position_ids that restart at 0, not as seq_idx"):
-        read(model, ids, seq_idx=torch.zeros_like(ids))
-    with pytest.raises(ValueError, match="nothing that levels have learned"):
-        model.level_drifts(HopeCache(model.config))
-    cache = read(model, ids)[1]
-    model.config.level_learning = None
-    with pytest.raises(ValueError, match="`level_learning` is None"):
-        model.drift(cache)
-
-
-def test_new_tokens_after_the_end_of_a_row_are_not_learned(tiny_model):
-    model, ids = one_level(tiny_model), random_ids(2, 21)
-    arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
-    end = model.generate(ids, learn=True, **arguments)[0, 25].item()
-    cache = HopeCache(model.config)
-    tokens = model.generate(ids, cache=cache, learn=True, learn_generated=True, eos_token_id=end, **arguments)
-    ended = (tokens[:, 21:-1] == end).long()
-    assert cache.levels.tokens.tolist() == (21 + (ended.cumsum(1) - ended == 0).sum(1)).tolist()
-    assert cache.levels.tokens[0] < cache.levels.tokens[1]
+    torch.testing.assert_close(deltas(caches[0], slice(1)), deltas(caches[1]), rtol=0, atol=1e-9)
 
 
 def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
@@ -564,44 +440,69 @@ def test_a_call_that_cannot_learn_is_refused_and_changes_nothing(tiny_model):
             model(**(dict(input_ids=ids, cache=cache, learn=True) | arguments))
         assert cache.levels is None and not cache.get_seq_length()
 
-    refused("give input_ids, not inputs_embeds", input_ids=None, inputs_embeds=torch.zeros(1, 3, 32).double())
-    refused("position_ids that restart at 0, not as numbers", attention_mask=torch.arange(20)[None] // 10 + 1)
-    refused("returns no hidden_states: leave output_hidden_states out", output_hidden_states=True)
+    refused("input_ids, not inputs_embeds", input_ids=None, inputs_embeds=torch.zeros(1, 3, 32).double())
+    refused("position_ids", attention_mask=torch.arange(20)[None] // 10 + 1)
+    refused(r"\(1, 1, 20, 20\).*learn=True", attention_mask=torch.ones(1, 1, 20, 20))
+    refused("position_ids.*seq_idx", seq_idx=torch.zeros_like(ids))
+    refused("output_hidden_states", output_hidden_states=True)
     refused("cannot hold what levels learn", cache=type("Other", (), {})())
-    with torch.inference_mode(), pytest.raises(ValueError, match="use torch.no_grad\\(\\) instead"):
+    with torch.inference_mode(), pytest.raises(ValueError, match="torch.no_grad"):
         model(ids, learn=True)
+    for ask in (lambda: model.level_drifts(cache), lambda: model.learn(ids)):
+        with pytest.raises(ValueError, match="learned|HopeCache"):
+            ask()
     projection = model.model.layers[2].continuum.levels[0].down_proj
     weight, projection.weight = projection.weight, torch.nn.Parameter(projection.weight.detach().flatten())
-    refused(r"down_proj of block 2 is stored as \[1280\] torch.float64, so its level cannot learn")
+    refused(r"down_proj of block 2.*\[1280\] torch.float64")
     # as bitsandbytes holds four bits
     projection.weight = torch.nn.Parameter(torch.zeros(640, 1, dtype=torch.uint8), requires_grad=False)
-    refused(r"down_proj of block 2 is stored as \[640, 1\] torch.uint8, so its level cannot learn")
+    refused(r"down_proj of block 2.*\[640, 1\] torch.uint8")
     projection.weight = weight
     projection.to("meta")
-    refused("down_proj of block 2 is offloaded")
+    refused("down_proj of block 2.*offloaded")
     model.config.level_learning = None
-    refused("learn=True needs `level_learning` in the configuration")
+    refused("level_learning")
 
 
-WRONG = {
-    "periods-0": (dict(periods=[0]), "`periods` of `level_learning` is"),
-    "periods-2": (dict(periods=[8, 8]), "`periods` of `level_learning` is"),
-    "rate": (dict(rate=-1.0), "`rate` of `level_learning` must be a finite number from 0, got -1.0"),
-    "rate-nan": (dict(rate=math.nan), "`rate` of `level_learning` must be a finite number"),
-    "drift": (dict(drift=math.inf), "`drift` of `level_learning` must be a finite number"),
-    "matrices": (dict(matrices=["q_proj"]), "choose one or more of gate_proj, up_proj, down_proj"),
-    "blocks": (dict(blocks=[3]), "give blocks from 0 to 2"),
-    "unknown": (dict(speed=1), "`level_learning` has no field 'speed': choose among matrices, blocks"),
-    "type": (dict(rate="fast"), "`level_learning` holds a wrong value"),
-}
+def test_padding_and_ends_of_rows_are_not_learned(tiny_model):
+    class StopsTheFirst(StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            return torch.tensor([input_ids.shape[1] >= 25, False])[: len(input_ids)]
+
+    model, ids = one_level(tiny_model), random_ids(2, 21)
+    arguments = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
+    end = model.generate(ids, learn=True, **arguments)[0, 25].item()
+    cache = HopeCache(model.config)
+    tokens = model.generate(ids, cache=cache, learn=True, learn_generated=True, eos_token_id=end, **arguments)
+    ended = (tokens[:, 21:-1] == end).long()
+    assert cache.levels.tokens.tolist() == (21 + (ended.cumsum(1) - ended == 0).sum(1)).tolist()
+    assert cache.levels.tokens[0] < cache.levels.tokens[1]
+    # a criterion that stops one row; `generate` does not read the last token
+    caches = [HopeCache(model.config) for _ in range(2)]
+    arguments |= dict(learn_generated=True, eos_token_id=63)
+    for rows, cache in zip((ids, ids[:1]), caches, strict=True):
+        model.generate(rows, cache=cache, stopping_criteria=[StopsTheFirst()], **arguments)
+    assert caches[1].levels.tokens.tolist() == [3] and caches[0].levels.tokens.tolist()[0] in (3, 4)
 
 
-@pytest.mark.parametrize("fields, match", WRONG.values(), ids=WRONG)
+WRONG = [
+    (dict(periods=[0]), "periods"),
+    (dict(periods=[8, 8]), "periods"),
+    (dict(rate=-1.0), "rate"),
+    (dict(rate=math.nan), "rate"),
+    (dict(drift=math.inf), "drift"),
+    (dict(matrices=["q_proj"]), "gate_proj, up_proj, down_proj"),
+    (dict(blocks=[3]), "blocks"),
+    (dict(speed=1), "'speed'"),
+    (dict(rate="fast"), "wrong value"),
+]
+
+
+@pytest.mark.parametrize("fields, match", WRONG, ids=str)
 def test_wrong_fields_are_refused(fields, match):
-    with pytest.raises((ValueError, StrictDataclassError), match=match):
-        HopeConfig(
-            hidden_size=64, num_hidden_layers=3, level_periods=[1], level_intermediate_sizes=[8], level_learning=fields
-        )
+    sizes = dict(hidden_size=64, num_hidden_layers=3, level_periods=[1], level_intermediate_sizes=[8])
+    with pytest.raises((ValueError, StrictDataclassError), match=f"level_learning(.|\n)*{match}|{match}"):
+        HopeConfig(**sizes, level_learning=fields)
 
 
 def test_fields_survive_the_configuration_file(tmp_path):
@@ -621,27 +522,6 @@ def test_bfloat16_weights_keep_float32_differences(tiny_model):
         assert delta.dtype == torch.float32
         assert (delta - deltas(expected)[name]).norm() / delta.norm() < 0.3
     assert model(ids[:, :5], cache=cache).logits.dtype == torch.bfloat16
-
-
-def test_gradients_go_through_the_effect_of_what_was_learned(tiny_model):
-    """In training: the gradient is that of the loss with the differences held fixed, piece by piece."""
-    model, ids = one_level(tiny_model).train(), random_ids(2, 21)
-    model(ids, labels=ids, learn=True).loss.backward()
-    taught = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    cache, held = HopeCache(model.config), HopeCache(model.config)
-    model.eval()
-    loss = 0.0
-    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
-    for start in range(0, 21, 8):
-        piece = slice(start, start + 8)
-        out = model(ids[:, piece], cache=cache).logits
-        loss = loss + F.cross_entropy(out.flatten(0, 1), targets[:, piece].flatten(), reduction="sum")
-        read(model, ids[:, piece], held)
-        cache.levels = held.levels
-    (loss / 40).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(taught[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -679,11 +559,10 @@ def test_adapters_and_int8_weights_learn_and_stay(tiny_model, tmp_path):
     assert trained and all("lora_" in name for name in trained)
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_gradient_checkpointing_changes_no_bit(tiny_model, options):
+def test_gradient_checkpointing_changes_no_bit(tiny_model):
     ids, found = random_ids(2, 21), []
     for recomputes in (False, True):
-        model = one_level(tiny_model, torch.float32, **options).train()
+        model = one_level(tiny_model, torch.float32, **MIXED).train()
         if recomputes:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
@@ -697,5 +576,4 @@ def test_a_compiled_model_learns_the_same(tiny_model):
     _, expected = read(model, ids)
     compiled, cache = torch.compile(model, backend="eager"), HopeCache(model.config)
     read(compiled, ids, cache)
-    for name, delta in deltas(expected).items():
-        torch.testing.assert_close(deltas(cache)[name], delta)
+    torch.testing.assert_close(deltas(cache), deltas(expected))

@@ -1,20 +1,12 @@
-"""The gated delta rule: what it stores, what it does not depend on, and the gated DeltaNet that it contains."""
-
-import math
+"""The gated delta rule: what it stores, how it stays bounded, and the gated DeltaNet that it contains."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mixers import build_mixer, run_fast
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
-from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.fast.delta_scan import scan_fused
-from hope_hf.model.chunks import plan_chunks
-from hope_hf.model.memory_delta import DeltaMemories
-from hope_hf.model.memory_mixer import LEAST_ERASED
-from hope_hf.model.memory_scan import ScanInputs, ScanState, Tokens, fresh_state, scan_plain, unit
+from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+from hope_hf.reference import DeltaMemory
 
 WIDTH = 8
 
@@ -24,92 +16,74 @@ def normal(*shape, seed=0):
 
 
 def write(keys, values, rate=1.0, retention=1.0, state=None, initial=None):
-    """Reads at the keys [C, D], and the weights [D, D] of one memory after tokens [C, D]."""
-    initial = torch.zeros(1, WIDTH, WIDTH, dtype=torch.float64) if initial is None else initial
-    memories = DeltaMemories(torch.empty(0), (), initial, initial.new_zeros(1, 1, 1), (1.0,))
-    state = memories.fresh() if state is None else (state - initial,)
-    gates = torch.full((2, 1, len(keys)), rate, dtype=torch.float64)
-    gates[1] = math.log(retention)
-    tokens = Tokens(keys[None], values[None], keys[None], *gates)
-    reads, after = memories.write_and_read(ScanState(state, state, None), tokens)
-    return reads[0], memories.content(after)[0][0]
+    """The weights [D, D] of one memory after tokens [C, D], read as `keys @ weights.mT`.
 
-
-def test_a_pair_written_twice_is_read_as_after_one_write():
-    pairs = normal(2, 5, WIDTH)
-    keys, values = F.normalize(pairs[0], dim=-1), pairs[1]
-    again = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 4])
-    reads, twice = write(keys[again], values[again])
-    _, once = write(keys, values)
-    torch.testing.assert_close(reads, values[again], rtol=0, atol=1e-6)
-    torch.testing.assert_close(twice, once, rtol=0, atol=1e-6)
-    # the control: smaller steps leave something to write
-    halves = write(keys[again], values[again], rate=0.5)[1], write(keys, values, rate=0.5)[1]
-    assert (halves[0] - halves[1]).abs().max() > 0.01
+    By the loop of the equations, with which `test_equivalence.py` compares all code.
+    """
+    memory = DeltaMemory(torch.zeros(1, WIDTH, WIDTH).double() if initial is None else initial[None], 1)
+    memory.weight = memory.weight if state is None else state[None, None]
+    gates = (torch.full((1, 1), gate, dtype=torch.float64) for gate in (rate, retention))
+    gates = [*gates, 1.0, torch.ones(1, 1)]
+    for key, value in zip(keys[:, None, None], values[:, None, None], strict=True):
+        memory.step(key, value, *gates)
+    return memory.weight[0, 0]
 
 
 def test_a_write_replaces_what_is_under_its_key_and_nothing_else():
     keys = torch.linalg.qr(normal(WIDTH, WIDTH)).Q
     values, other = normal(WIDTH, WIDTH, seed=1), normal(1, WIDTH, seed=2)
-    _, stored = write(keys, values)
-    torch.testing.assert_close(keys @ stored, values)
+    stored = write(keys, values)
+    torch.testing.assert_close(keys @ stored.mT, values)
     for rate in (0.3, 1.0, 1.99):
-        _, changed = write(keys[2:3], other, rate=rate, state=stored)
+        changed = write(keys[2:3], other, rate=rate, state=stored)
         expected = values.clone()
         expected[2] = (1 - rate) * values[2] + rate * other
-        torch.testing.assert_close(keys @ changed, expected)
+        torch.testing.assert_close(keys @ changed.mT, expected)
 
 
 def test_what_is_not_written_decays_to_the_initial_weights():
-    initial, moved = normal(1, WIDTH, WIDTH, seed=1), normal(1, WIDTH, WIDTH, seed=2)
-    tokens = normal(2, 10, WIDTH, seed=3)
-    _, weights = write(*tokens, rate=0.0, retention=0.9, state=moved, initial=initial)
-    torch.testing.assert_close(weights, (initial + 0.9**10 * (moved - initial))[0])
+    initial, moved = normal(WIDTH, WIDTH, seed=1), normal(WIDTH, WIDTH, seed=2)
+    weights = write(*normal(2, 10, WIDTH, seed=3), rate=0.0, retention=0.9, state=moved, initial=initial)
+    torch.testing.assert_close(weights, initial + 0.9**10 * (moved - initial))
 
 
-def test_the_chunk_changes_nothing_where_keys_and_values_are_static():
-    def output(chunk, **options):
-        return run_fast(build_mixer(memory_chunk_size=chunk, **options), normal(2, 210, 16, seed=1))
-
-    whole = output(200)
-    for chunk in (7, 16, 64):
-        torch.testing.assert_close(output(chunk), whole, rtol=1e-10, atol=1e-10)
-    # the control: memories that project keys and values give other outputs
-    projected = {"memory_projections": ["k", "v"]}
-    assert (output(16, **projected) - output(64, **projected)).abs().max() > 1e-3
-
-
-def saturated_weights(rate, made, length=4096):
-    """Output and largest weights along a text whose tokens are all written at `rate` and never forgotten."""
+def one_layer(**options):
     torch.manual_seed(0)
-    options = dict(num_memory_heads=4, memory_projections=made)
-    config = HopeConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1, head_dim=16, **options)
-    mixer = HopeForCausalLM(config).model.layers[0].mixer
+    return HopeForCausalLM(HopeConfig(**dict(vocab_size=8, num_hidden_layers=1) | options)).eval()
+
+
+@torch.no_grad()
+def largest_weights(model, embeddings, piece=256):
+    """The largest weight of the memory after each piece of texts [B, T, hidden_size]."""
+    cache, largest = HopeCache(model.config), []
+    for part in embeddings.split(piece, dim=1):
+        logits = model(inputs_embeds=part, cache=cache).logits
+        largest.append(cache.state_tensors()["0.current.0"].abs().max().item())
+    return logits, largest
+
+
+def saturated_weights(rate, made, length=2048):
+    """Of texts whose tokens are all written at `rate` and never forgotten."""
+    model = one_layer(hidden_size=64, head_dim=16, num_memory_heads=4, memory_projections=made)
     # which the configuration refuses above 1.99
-    mixer.config.memory_learning_rate_max = rate
+    model.config.memory_learning_rate_max = rate
+    gates = model.model.layers[0].mixer.gates
     with torch.no_grad():
-        mixer.gates.gate_proj.weight.zero_()
-        mixer.gates.learning_rate_bias.fill_(20.0)
-        mixer.gates.dt_bias.fill_(-20.0)
-        noise = normal(3, length, 64).float()
-        # independent tokens, runs of equal ones, and one token with changing signs
-        noise[1] = noise[1, torch.arange(length) // 500]
-        noise[2] = noise[2, :1] * torch.randint(-1, 2, (length, 1), generator=torch.Generator().manual_seed(1))
-        outputs, largest, past, state = [], [], None, None
-        for part in noise.split(512, dim=1):
-            plan = plan_chunks(mixer.config, part.shape[:2], part.device, past)
-            output, state = mixer(part, state, plan=plan, need_state=True)
-            past = plan.past
-            outputs.append(output)
-            largest.append(state.current[0].abs().max().item())
-    return torch.cat(outputs, dim=1), largest
+        gates.gate_proj.weight.zero_()
+        gates.learning_rate_bias.fill_(20.0)
+        gates.dt_bias.fill_(-20.0)
+    noise = normal(3, length, 64).float()
+    # independent tokens, runs of equal ones, and one token with changing signs
+    noise[1] = noise[1, torch.arange(length) // 500]
+    noise[2] = noise[2, :1] * torch.randint(-1, 2, (length, 1), generator=torch.Generator().manual_seed(1))
+    return largest_weights(model, noise)
 
 
 @pytest.mark.parametrize("made", [[], ["k", "v"]], ids=["static", "kv"])
 @pytest.mark.parametrize("rate", [1.0, 1.99])
 def test_memories_that_always_write_and_never_forget_stay_bounded(rate, made):
-    output, largest = saturated_weights(rate, made)
-    assert output.isfinite().all() and 0.1 < max(largest) < 100
+    logits, largest = saturated_weights(rate, made)
+    assert logits.isfinite().all() and 0.1 < max(largest) < 100
     # and do not grow with the text
     assert max(largest[4:]) < 2 * max(largest[:4])
 
@@ -136,12 +110,12 @@ def in_the_order_of_qwen(tensors):
 
 
 def build_pair():
-    """A float64 mixer whose memories begin at 0, and transformers' module with the same weights."""
-    config = HopeConfig(
-        vocab_size=8, hidden_size=HIDDEN, num_hidden_layers=1, head_dim=HEAD_WIDTH, num_memory_heads=HEADS,
-        memory_projections=[], memory_value_gate=False, memory_chunk_size=16,
-    )  # fmt: skip
-    mixer = HopeForCausalLM(config).double().model.layers[0].mixer
+    """A float64 model whose memories begin at 0, and transformers' module with the same weights."""
+    model = one_layer(
+        hidden_size=HIDDEN, head_dim=HEAD_WIDTH, num_memory_heads=HEADS, memory_projections=[],
+        memory_value_gate=False, memory_chunk_size=16,
+    ).double()  # fmt: skip
+    config, mixer = model.config, model.model.layers[0].mixer
     with torch.no_grad():
         for index, (name, parameter) in enumerate(mixer.named_parameters()):
             if name != "gates.learning_rate_bias":
@@ -159,28 +133,7 @@ def build_pair():
         layer_idx=0,
     ).double()  # fmt: skip
     theirs.load_state_dict(in_the_order_of_qwen(mixer.state_dict()))
-    return mixer, theirs
-
-
-@pytest.mark.parametrize("run", [scan_plain, scan_fused], ids=["plain", "fused"])
-@pytest.mark.parametrize("erased", [LEAST_ERASED, 1.0])
-def test_a_memory_that_does_not_erase_counts(run, erased):
-    """200 writes of a value, then 200 of its opposite at the same key, in float32; one that erases holds the last."""
-    length, width = 400, 8
-    key, value = torch.randn(2, 1, 1, width, generator=torch.Generator().manual_seed(0)).abs() + 0.1
-    signs = torch.ones(1, length)
-    # SiLU leaves no opposites, so the norm has the sign
-    signs[:, 200:] = -1
-    streams = [part.expand(1, length, width) for part in (key, value, key)]
-    gates = erased * torch.ones(1, length), torch.zeros(1, length), signs / erased, erased * torch.ones(1, length)
-    initial = torch.zeros(1, width, width), torch.zeros(1, 1, 1)
-    memories = DeltaMemories(torch.ones(1, 1, 1, 3 * width), (), *initial, (1.0,))
-    spans = plan_chunks(HopeConfig(memory_chunk_size=64), (1, length), torch.device("cpu")).spans
-    reads, _ = run(ScanInputs(*streams, *gates), memories, fresh_state(memories), spans)
-    counts = reads[0] @ unit(F.silu(value[0, 0]))
-    expected = torch.arange(1, 201.0) if erased < 1 else torch.ones(200)
-    assert (counts[:200] - expected).abs().max() < 0.02
-    assert abs(counts[-1] - (0 if erased < 1 else -1)) < 0.02
+    return model, theirs
 
 
 class WideTorch:
@@ -202,38 +155,50 @@ def qwen_in_float64(monkeypatch):
 @pytest.mark.usefixtures("qwen_in_float64")
 @pytest.mark.parametrize("rule", ["chunk", "recurrent"])
 def test_static_projections_and_memories_of_zero_are_the_gated_deltanet_of_transformers(monkeypatch, rule):
-    if rule == "recurrent":
-        monkeypatch.setattr(
-            modeling_qwen3_next,
-            "torch_chunk_gated_delta_rule",
-            modeling_qwen3_next.torch_recurrent_gated_delta_rule,
-        )
-    mixer, theirs = build_pair()
-    hidden_states, weight = normal(2, 100, HIDDEN, seed=50), normal(2, 100, HIDDEN, seed=51)
-    results = []
-    for module, run in ((mixer, lambda x: run_fast(mixer, x)), (theirs, theirs)):
-        x = hidden_states.clone().requires_grad_()
-        output = run(x)
-        (output * weight).sum().backward()
-        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-        results.append((output.detach(), x.grad, gradients))
-    (ours, our_input, our_gradients), (output, input_gradient, gradients) = results
-    our_gradients = in_the_order_of_qwen(our_gradients)
-    assert our_gradients.keys() == gradients.keys()
-    pairs = {name: (our_gradients[name], gradient) for name, gradient in gradients.items()}
-    pairs |= {"output": (ours, output), "input": (our_input, input_gradient)}
+    chosen = getattr(modeling_qwen3_next, f"torch_{rule}_gated_delta_rule")
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", chosen)
+    model, theirs = build_pair()
+    read, weight = {}, normal(2, 40, HIDDEN, seed=51)
+    mixer = model.model.layers[0].mixer
+    mixer.register_forward_hook(lambda _, inputs, output: read.update(inputs=inputs[0], output=output[0]))
+    model(inputs_embeds=normal(2, 40, HIDDEN, seed=50).requires_grad_(), use_cache=False)
+    output = theirs(read["inputs"])
+    for out in (read["output"], output):
+        (out * weight).sum().backward(retain_graph=True)
+    ours, gradients = (
+        {name: parameter.grad for name, parameter in module.named_parameters()} for module in (mixer, theirs)
+    )
+    ours = in_the_order_of_qwen(ours)
+    assert ours.keys() == gradients.keys()
+    pairs = {name: (ours[name], gradient) for name, gradient in gradients.items()}
+    pairs["output"] = read["output"], output
     for name, (a, b) in pairs.items():
         assert b.norm() > 0.1, name
         assert (a - b).norm() <= 1e-10 * b.norm(), (name, (a - b).norm() / b.norm())
 
 
+@pytest.mark.parametrize("kernels", ["plain", "auto"])
+@pytest.mark.parametrize("bias, counts", [(-60.0, True), (60.0, False)])
+def test_a_memory_that_does_not_erase_counts(monkeypatch, kernels, bias, counts):
+    """400 writes of a value at one key, in float32: their sum, or the value where the memory erases."""
+    monkeypatch.setenv("HOPE_KERNELS", kernels)
+    model = one_layer(hidden_size=64, head_dim=16, num_memory_heads=4, memory_erase_bias=[bias, bias])
+    gates = model.model.layers[0].mixer.gates
+    with torch.no_grad():
+        gates.gate_proj.weight.zero_()
+        gates.learning_rate_bias.fill_(20.0)
+        gates.dt_bias.fill_(-40.0)
+    _, largest = largest_weights(model, normal(1, 1, 64).float().expand(1, 400, 64), piece=100)
+    expected = [largest[0] * (number if counts else 1) for number in (1, 2, 3, 4)]
+    assert largest[0] > 0.1 and largest == pytest.approx(expected, rel=0.03)
+
+
 @pytest.mark.parametrize("options", [{}, dict(memory_rule="paper")], ids=["delta", "paper"])
 def test_gates_begin_where_the_configuration_says(options):
-    config = HopeConfig(
-        vocab_size=8, hidden_size=32, num_hidden_layers=1, head_dim=16, num_memory_heads=4,
-        memory_learning_rate_max=1.5, memory_learning_rate_bias=[-1.0, 2.0], retention_bias=[0.0, 6.0], **options,
+    model = one_layer(
+        hidden_size=32, head_dim=16, num_memory_heads=4, memory_learning_rate_max=1.5,
+        memory_learning_rate_bias=[-1.0, 2.0], retention_bias=[0.0, 6.0], **options,
     )  # fmt: skip
-    mixer = HopeForCausalLM(config).model.layers[0].mixer
-    rate, retention = mixer.gate_values(torch.zeros(1, 1, 32))
+    rate, retention = model.model.layers[0].mixer.gate_values(torch.zeros(1, 1, 32))
     torch.testing.assert_close(rate[0, 0], 1.5 * torch.tensor([-1.0, 0.0, 1.0, 2.0]).sigmoid())
     torch.testing.assert_close(retention[0, 0], torch.tensor([0.0, 2.0, 4.0, 6.0]).sigmoid())

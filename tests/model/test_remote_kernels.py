@@ -7,14 +7,14 @@ import sys
 import pytest
 import remote_code
 import torch
-from mixers import LAYERS
+from mixers import HYBRID
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.kernels
 
 
 def test_a_repository_computes_where_the_kernels_packages_are_installed(tiny_model, tmp_path):
-    model = tiny_model(**LAYERS["hybrid"])
+    model = tiny_model(**HYBRID)
     model.save_pretrained(tmp_path / "saved")
     remote_code.upload(tmp_path / "saved", tmp_path / "cache", "saved")
     ids = torch.randint(62, (2, 19), generator=torch.Generator().manual_seed(1))

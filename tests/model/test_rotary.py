@@ -35,10 +35,10 @@ def with_rope(request, tiny_model):
     return build
 
 
+@torch.no_grad()
 def in_pieces(model, ids, sizes):
     cache = HopeCache(model.config)
-    with torch.no_grad():
-        return torch.cat([model(piece, cache=cache).logits for piece in ids.split(sizes, dim=1)], dim=1)
+    return torch.cat([model(piece, cache=cache).logits for piece in ids.split(sizes, dim=1)], dim=1)
 
 
 def test_a_window_reads_any_text_the_same_in_any_pieces(with_rope):

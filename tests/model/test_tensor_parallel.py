@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixers import LAYERS, QWEN
+from mixers import MIXED, QWEN, STATES
 from safetensors.torch import load_file
 
 from hope_hf.model.layers import HopeRMSNorm
 
 MAPS = (torch.nn.Linear, torch.nn.Embedding)
-KINDS = LAYERS | {"biases and norms": QWEN}
+KINDS = {"mixed": MIXED, "biases and norms": QWEN}
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 
 
@@ -21,7 +21,7 @@ def test_the_plan_names_maps_that_exist(tiny_model):
         {"tie_word_embeddings": True},
         {"memory_projections": ["k"], "level_variant": "independent"},
         {"memory_projections": []},
-        *KINDS.values(),
+        *(KINDS | STATES).values(),
     )
     for options in kinds:
         model = tiny_model(**options)

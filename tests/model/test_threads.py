@@ -3,14 +3,11 @@
 The threads take turns at fixed places, so that each test meets the same moment every time.
 """
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
-import pytest
 import torch
 from learning_models import random_ids
-from mixers import LAYERS
+from mixers import HYBRID, MIXED
 
 from hope_hf import HopeCache, LevelLearning, frozen_memories, learning_rate_search
 from hope_hf.model import level_pieces
@@ -31,16 +28,11 @@ def learned(model, ids) -> torch.Tensor:
     return torch.cat([delta.flatten() for delta in cache.levels.deltas.values()])
 
 
-def trained(model, ids) -> list[torch.Tensor | None]:
+def trained(model, ids) -> list[torch.Tensor]:
     """The gradients of a training step."""
     model.zero_grad()
     model(ids, labels=ids).loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def same(found: list, expected: list) -> bool:
-    pairs = zip(found, expected, strict=True)
-    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def while_it_learns(monkeypatch, job):
@@ -56,12 +48,10 @@ def while_it_learns(monkeypatch, job):
     return results
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model, monkeypatch, options):
-    model = tiny_model(level_learning=LEARNS, **options)
+def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model, monkeypatch):
+    model = tiny_model(level_learning=LEARNS, **MIXED)
     first, second = random_ids(1, 40), random_ids(1, 40, seed=2)
     alone, beside, gradients = learned(model, first), learned(model, second), trained(model, second)
-    wants = [parameter.requires_grad for parameter in model.parameters()]
 
     def others():
         # the same moment for both, within a piece of the first text
@@ -69,14 +59,14 @@ def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model
 
     results = while_it_learns(monkeypatch, others)
     assert torch.equal(learned(model, first), alone)
-    assert torch.equal(results[0][0], beside) and same(results[0][1], gradients)
-    assert [parameter.requires_grad for parameter in model.parameters()] == wants
-    assert same([parameter.grad for parameter in model.parameters()], gradients), "learning wrote gradients"
+    torch.testing.assert_close(results[0], (beside, gradients), rtol=0, atol=0)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    # learning wrote none
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [LAYERS["memory"], LAYERS["hybrid"]], ids=["memory", "hybrid"])
-def test_a_thread_that_reads_frozen_freezes_no_other(tiny_model, options):
-    model, ids = tiny_model(**options), random_ids(1, 30)
+def test_a_thread_that_reads_frozen_freezes_no_other(tiny_model):
+    model, ids = tiny_model(**HYBRID), random_ids(1, 30)
     live = model(ids).logits
     with frozen_memories(model):
         frozen = model(ids).logits
@@ -87,28 +77,6 @@ def test_a_thread_that_reads_frozen_freezes_no_other(tiny_model, options):
         assert torch.equal(model(ids).logits, frozen), "the inner context ended the outer one"
     assert torch.equal(model(ids).logits, live) and not torch.equal(live, frozen)
     assert torch.equal(model(ids, freeze_memories=True).logits, frozen)
-
-
-def test_threads_that_write_live_and_frozen_at_once(tiny_model):
-    model = tiny_model()
-    prompts = [random_ids(1, 20, seed=seed) for seed in range(3)]
-    options = dict(do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0)
-
-    def write(prompt, is_frozen):
-        with frozen_memories(model) if is_frozen else nullcontext():
-            return model.generate(prompt, **options)
-
-    jobs = [(prompts[0], True), (prompts[1], False), (prompts[2], False)]
-    alone = [write(*job) for job in jobs]
-    begin = threading.Barrier(len(jobs))
-
-    def several(job):
-        begin.wait()
-        return [write(*job) for _ in range(4)]
-
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        for results, expected in zip(pool.map(several, jobs), alone, strict=True):
-            assert all(torch.equal(result, expected) for result in results)
 
 
 def test_a_search_for_a_rate_changes_no_other_threads_rate(tiny_model, monkeypatch):
