@@ -203,7 +203,7 @@ MUTANTS = [
         "model/continuum.py",
         "total = total + weight * level(hidden_states, deltas_of_level)",
         "total = total + level(hidden_states, deltas_of_level)",
-        "tests/model/test_precision.py tests/model/test_gradients.py tests/model/test_use.py",
+        "tests/model/test_training_features.py",
     ),
     Mutant(
         "a slow level steps along the sum",
