@@ -35,10 +35,10 @@ class Checkpoint:
 def as_checkpoint(path: str) -> Checkpoint:
     """The checkpoint of a model's folder or Hub name; tokens come from a folder `checkpoint-<step>` or its run."""
     # A run's link `latest` has the name of its checkpoint.
-    found = CHECKPOINT.fullmatch(os.path.basename(os.path.realpath(path)))
-    if not found:
+    matched = CHECKPOINT.fullmatch(os.path.basename(os.path.realpath(path)))
+    if not matched:
         return Checkpoint(path, None, None)
-    step = int(found[1])
+    step = int(matched[1])
     return Checkpoint(path, step, _tokens(Path(path), step))
 
 

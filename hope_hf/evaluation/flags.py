@@ -332,13 +332,13 @@ def _is_count(word: str) -> bool:
 
 
 def _check(args: Arguments, suites):
-    asked = names(args.suite)
-    if not asked:
+    running = names(args.suite)
+    if not running:
         raise ValueError(f"--suite {args.suite!r} is empty: choose among {', '.join(suites)}.")
-    for name in asked:
+    for name in running:
         if name not in suites:
             raise ValueError(f"--suite {name} is none of {', '.join(suites)}{nearest(name, suites)}")
-    if args.log_samples and LM_EVAL in asked and not args.output_dir:
+    if args.log_samples and LM_EVAL in running and not args.output_dir:
         raise ValueError("--log_samples writes files: name their folder with --output_dir.")
     rows = args.batch_size
     bounds = Bounds(**ROWS)
@@ -364,17 +364,17 @@ def _warn_of_ignored(args: Arguments, named: set[str], suites):
         for name in sorted(named - {"compare", "output_dir"}):
             warn_once(f"--{name} is ignored: --compare evaluates nothing.")
         return
-    asked = names(args.suite)
+    running = names(args.suite)
     for name in sorted(named - ALWAYS):
         readers = [suite for suite in suites if name in suites[suite].reads]
-        if readers and not set(readers) & set(asked):
+        if readers and not set(readers) & set(running):
             warn_once(f"--{name} is ignored: it is for --suite {' or '.join(readers)}.")
-    if args.batch_size == AUTO and set(asked) != {LM_EVAL}:
+    if args.batch_size == AUTO and set(running) != {LM_EVAL}:
         warn_once("--batch_size auto is for --suite zero_shot: the other suites take their default.")
     for name in TRAINING_ONLY:
         if name in named:
             warn_once(f"--{name} is ignored: it sets how hope-hf train reads its training text.")
-    if args.prompts and set(asked) == {"sample"}:
+    if args.prompts and set(running) == {"sample"}:
         for name in sorted(named & set(TEXT) - {"trust_remote_code"}):
             warn_once(f"--{name} is ignored: --prompts is given.")
     warn_of_text_flags(args, named - {*TRAINING_ONLY})

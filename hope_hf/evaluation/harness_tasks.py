@@ -46,20 +46,20 @@ def find_tasks(args: Arguments):
     Raises ValueError for unknown names, missing files, and files that are not trusted; the manager's `load`
     raises it for tasks that cannot be loaded.
     """
-    asked = names("paper" if args.tasks is None else args.tasks)
-    if not asked:
+    chosen = names("paper" if args.tasks is None else args.tasks)
+    if not chosen:
         raise ValueError("--tasks names none of lm-eval's tasks: name some, such as piqa, or write paper.")
-    asked = list(map(at_home, written_out(asked)))
-    files = list(filter(_is_file, asked))
+    chosen = list(map(at_home, written_out(chosen)))
+    files = list(filter(_is_file, chosen))
     for name in files:
         _check_file(name, args)
     # A copy, since `load` is replaced below.
-    manager = copy(_listed(len(files) < len(asked), args.tokenizer_name or args.model_name_or_path))
-    for name in asked:
+    manager = copy(_listed(len(files) < len(chosen), args.tokenizer_name or args.model_name_or_path))
+    for name in chosen:
         if name not in files and name not in manager.task_index:
             raise ValueError(f"--tasks {name} is not a task of lm-eval{nearest(name, manager.all_tasks, most=3)}")
     if args.data_dir is not None:
-        asked = [_on_local_data(manager, name, Path(args.data_dir), args) for name in asked]
+        chosen = [_on_local_data(manager, name, Path(args.data_dir), args) for name in chosen]
         place = f" from --data_dir {args.data_dir}"
     # The fault may be in the file or in the data that it names.
     elif files:
@@ -67,7 +67,7 @@ def find_tasks(args: Arguments):
     else:
         place = " from the Hub's cache (--offline)" if args.offline else " from the Hub"
     _load_in_sentences(manager, args, place)
-    return manager, asked
+    return manager, chosen
 
 
 def _is_file(name: str) -> bool:
@@ -204,7 +204,7 @@ def _load_in_sentences(manager, args: Arguments, place: str):
 
     def load_or_say(tasks):
         try:
-            found = load(tasks)
+            loaded = load(tasks)
         except Exception as error:
             problem = problem_of_first_document(error)
             if problem:
@@ -212,8 +212,8 @@ def _load_in_sentences(manager, args: Arguments, place: str):
             reason = f"{type(error).__name__}: {one_line(error)}"
             sentence = f"--tasks {args.tasks or 'paper'} cannot be loaded{place}: {reason}"
             raise (CannotRun if is_from_hub else ValueError)(sentence) from error
-        manager.chances = check_documents(found["tasks"].values(), args.limit, args.num_fewshot)
-        return found
+        manager.chances = check_documents(loaded["tasks"].values(), args.limit, args.num_fewshot)
+        return loaded
 
     manager.load = load_or_say
 
@@ -239,14 +239,14 @@ def paper_row(rows: list[Row]) -> Row | None:
     errors = []
     for task, columns in COLUMNS.items():
         for name, metric, is_accuracy in columns:
-            found = by_metric.get((task, metric))
-            if found is None:
+            row = by_metric.get((task, metric))
+            if row is None:
                 return None
-            table[name] = found["value"]
+            table[name] = row["value"]
             if is_accuracy:
                 table[name] *= 100
-                accuracies.append(found["value"])
-                errors.append(found["value_stderr"])
+                accuracies.append(row["value"])
+                errors.append(row["value_stderr"])
     table["average"] = 100 * math.fsum(accuracies) / len(accuracies)
     table["average_stderr"] = None if None in errors else 100 * math.hypot(*errors) / len(errors)
     return table

@@ -43,11 +43,11 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     unusual = stress(args, subject, lengths)
     horizon = median(row["horizon_median"] for row in gates)
     largest = max(row["largest_weight"] for row in unusual)
-    found = [
+    summary = [
         summary_row("tokens that a write lasts (horizon), median of the heads", horizon, None),
         summary_row(f"largest weight after {lengths[-1]:,} unusual tokens", largest, None),
     ]
-    return SuiteResult({"Gates by layer and head": gates, "State under unusual inputs": unusual}, summary=found)
+    return SuiteResult({"Gates by layer and head": gates, "State under unusual inputs": unusual}, summary=summary)
 
 
 @torch.no_grad()

@@ -63,15 +63,15 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     A model with `level_learning` also reads the texts with levels that learn (`levels_learn`), and has a table of
     their steps. With `--limit` documents are cut at the longest of `--lengths` or 2,048 tokens.
     """
-    held = held_out_documents(args).head(args.limit)
-    ids = held.encoded(subject.encode)
+    held_out = held_out_documents(args).head(args.limit)
+    ids = held_out.encoded(subject.encode)
     if args.limit:
         most = parse_lengths(args.lengths)[-1] if args.lengths else LIMITED
         ids = [row[:most] for row in ids]
-        held = replace(held, texts=subject.tokenizer.batch_decode(ids))
+        held_out = replace(held_out, texts=subject.tokenizer.batch_decode(ids))
     documents = [torch.tensor([subject.start, *row]) for row in ids]
-    whole, corpora = by_corpus(args, subject, held, documents)
-    tables = {f"{TEXT_TABLE}{held.source}": [whole]}
+    whole, corpora = by_corpus(args, subject, held_out, documents)
+    tables = {f"{TEXT_TABLE}{held_out.source}": [whole]}
     if corpora:
         tables["By corpus"] = corpora
     positions, learned = by_position(args, subject, documents)
@@ -107,7 +107,7 @@ def _split_columns(positions: list[Row]) -> dict[str, list[Row]]:
 
 def _summary(whole: Row, last: Row, vocab_size: int) -> list[Row]:
     """The main numbers; `last`: the row of the last positions."""
-    found = [
+    summary = [
         summary_row("loss, nats per token", whole["loss"], whole["loss_stderr"], math.log(vocab_size)),
         summary_row("perplexity", whole["perplexity"], whole["perplexity_stderr"], vocab_size),
         summary_row("accuracy of the likeliest token", whole["accuracy"], whole["accuracy_stderr"], 1 / vocab_size),
@@ -116,8 +116,8 @@ def _summary(whole: Row, last: Row, vocab_size: int) -> list[Row]:
     for column, saver in savers.items():
         if column in last:
             name = f"loss saved by {saver}, tokens {last['positions']}"
-            found.append(summary_row(name, last[column], last[f"{column}_stderr"], 0.0))
-    return found
+            summary.append(summary_row(name, last[column], last[f"{column}_stderr"], 0.0))
+    return summary
 
 
 class Part(NamedTuple):
@@ -129,7 +129,7 @@ class Part(NamedTuple):
     num_bytes: int
 
 
-def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[Tensor]) -> tuple[Row, list[Row]]:
+def by_corpus(args: Arguments, subject: Subject, held_out: HeldOut, documents: list[Tensor]) -> tuple[Row, list[Row]]:
     """A row for all documents, each read by itself from its beginning, and one for every corpus if there are several.
 
     Every token has the same weight.
@@ -137,10 +137,10 @@ def by_corpus(args: Arguments, subject: Subject, held: HeldOut, documents: list[
     scores = document_scores(args, subject, documents, "perplexity: documents")
     require_finite(joined_scores(scores).losses, "perplexity: the model's losses on the text")
     parts = []
-    for corpus, text, document, of_document in zip(held.corpora, held.texts, documents, scores, strict=True):
+    for corpus, text, document, of_document in zip(held_out.corpora, held_out.texts, documents, scores, strict=True):
         parts.append(Part(corpus, document[1:], of_document, len(text.encode("utf-8"))))
     parts.sort(key=lambda part: len(part.tokens))
-    names = list(dict.fromkeys(held.corpora))
+    names = list(dict.fromkeys(held_out.corpora))
     corpora = []
     if len(names) > 1:
         for name in names:

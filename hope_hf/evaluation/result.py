@@ -98,7 +98,7 @@ class Number(NamedTuple):
 
 def numbers(results: dict[str, dict]) -> dict[Key, Number]:
     """The numbers in `results` of a report, in its order. Numbers in the column `value` are named by metric."""
-    found = {}
+    by_key = {}
     for suite, result in results.items():
         for table, rows in result["tables"].items():
             for row in rows:
@@ -107,8 +107,8 @@ def numbers(results: dict[str, dict]) -> dict[Key, Number]:
                     if _is_result(column, value):
                         name = row.get("metric", column) if column == "value" else column
                         number = Number(float(value), row.get(f"{column}_stderr"))
-                        found[Key(suite, table, label, name)] = number
-    return found
+                        by_key[Key(suite, table, label, name)] = number
+    return by_key
 
 
 def _is_result(column: str, value) -> bool:

@@ -50,9 +50,9 @@ def begin(args: Arguments) -> int:
 
 def _evaluate_all(args: Arguments) -> int:
     _set_up(args)
-    asked = names(args.suite)
-    together = [name for name in asked if SUITES[name].over_checkpoints]
-    if together and len(asked) > 1:
+    suites = names(args.suite)
+    together = [name for name in suites if SUITES[name].over_checkpoints]
+    if together and len(suites) > 1:
         raise ValueError(f"--suite {together[0]} reads all checkpoints at once: run it without the other suites.")
     checkpoints = [] if together else find_checkpoints(args)
     name = run_name(checkpoints[0].path if checkpoints else args.model_name_or_path)
@@ -70,20 +70,20 @@ def _set_up(args: Arguments):
     if not show_progress():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    asked = names(args.suite)
+    suites = names(args.suite)
     # What is wrong is found here and not hours later, after the suites in front of it.
-    for name in asked:
+    for name in suites:
         if not args.model_name_or_path:
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
         if SUITES[name].package and find_spec(SUITES[name].package) is None:
             raise ValueError(f"--suite {name} needs {SUITES[name].package}: pip install 'hope_hf[eval]'.")
-    if args.validation_file and any("validation_file" in SUITES[name].reads for name in asked):
+    if args.validation_file and any("validation_file" in SUITES[name].reads for name in suites):
         find_files(args.validation_file, "--validation_file", "validation")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    alone = [name for name in asked if not SUITES[name].in_processes]
+    alone = [name for name in suites if not SUITES[name].in_processes]
     if several and alone:
         raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
-    for name in asked:
+    for name in suites:
         if args.tasks is not None and SUITES[name].tasks:
             chosen_tasks(with_own_tasks(args, name), name, SUITES[name].tasks)
     if several:
@@ -110,9 +110,10 @@ def _each(args: Arguments, checkpoints: list[Checkpoint], trackers: Trackers) ->
     status = 0
     for checkpoint in todo:
         _say(f"\n# {checkpoint.path}")
-        own = replace(args, model_name_or_path=checkpoint.path, output_dir=str(report_folder(args, checkpoint)))
+        folder = str(report_folder(args, checkpoint))
+        args_of_checkpoint = replace(args, model_name_or_path=checkpoint.path, output_dir=folder)
         try:
-            status = max(status, evaluate(own, trackers))
+            status = max(status, evaluate(args_of_checkpoint, trackers))
         # The checkpoint is broken, or the run has deleted it: the others are evaluated.
         except ValueError as error:
             status = print_error(error, 1)
@@ -144,25 +145,25 @@ def evaluate(args: Arguments, trackers: Trackers) -> int:
     Returns 0, 1 if a suite could not run, or 2 after a mistake in its flags, files or documents. Raises ValueError for
     a folder that cannot be written, and a model that cannot be loaded.
     """
-    kept = archive_folder(args.archive_dir, args.model_name_or_path) if args.archive_dir else None
-    asked = names(args.suite)
-    report = Report(args if is_first_process() else replace(args, output_dir=None), asked)
+    archive_to = archive_folder(args.archive_dir, args.model_name_or_path) if args.archive_dir else None
+    suites = names(args.suite)
+    report = Report(args if is_first_process() else replace(args, output_dir=None), suites)
     try:
-        if not all(SUITES[name].over_checkpoints for name in asked):
+        if not all(SUITES[name].over_checkpoints for name in suites):
             report.subject = load_subject(args)
-        status = _run_suites(args, asked, report)
+        status = _run_suites(args, suites, report)
         if report.results and is_first_process():
-            status = max(status, _finish(args, report, trackers, kept))
+            status = max(status, _finish(args, report, trackers, archive_to))
     finally:
         report.close()
     return status
 
 
-def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | None) -> int:
+def _finish(args: Arguments, report: Report, trackers: Trackers, archive_to: Path | None) -> int:
     print(summary(report.results), flush=True)
     try:
-        if kept:
-            print(f"Archived: {archive(as_json(report.record), kept)}")
+        if archive_to:
+            print(f"Archived: {archive(as_json(report.record), archive_to)}")
         if report.folder:
             print(f"Report: {report.write()}")
             checkpoint = as_checkpoint(args.model_name_or_path)
@@ -172,13 +173,13 @@ def _finish(args: Arguments, report: Report, trackers: Trackers, kept: Path | No
     return 0
 
 
-def _run_suites(args: Arguments, asked: list[str], report: Report) -> int:
+def _run_suites(args: Arguments, suites: list[str], report: Report) -> int:
     """Run the suites that are missing in the report, and add their results to it; returns the exit status."""
     status = 0
-    for index, name in enumerate(asked, 1):
+    for index, name in enumerate(suites, 1):
         if name in report.results:
             continue
-        _say(f"Suite {index} of {len(asked)}: {name} ...")
+        _say(f"Suite {index} of {len(suites)}: {name} ...")
         try:
             result = _run(name, args, report.subject)
         # Any exception of a suite or a library is caught, so that the other suites still run.

@@ -31,10 +31,10 @@ def with_own_tasks(args: Arguments, suite: str) -> Arguments:
     if args.tasks is None:
         return args
     running = names(args.suite)
-    own = []
+    tasks = []
     for task in names(args.tasks):
         owners = [name for name in running if task in SUITES[name].tasks]
         is_left_over = not owners and (suite == LM_EVAL or LM_EVAL not in running)
         if suite in owners or is_left_over:
-            own.append(task)
-    return replace(args, tasks=",".join(own))
+            tasks.append(task)
+    return replace(args, tasks=",".join(tasks))

@@ -19,13 +19,13 @@ from .result import Key, Number, numbers
 
 def tracker_names(report_to: str) -> list[str]:
     """The trackers of `--report_to`, checked to exist and to be installed."""
-    asked = [] if report_to == "none" else names(report_to)
-    for name in asked:
+    trackers = [] if report_to == "none" else names(report_to)
+    for name in trackers:
         if name not in KINDS:
             raise ValueError(f"--report_to {name} is none of {', '.join(KINDS)}{nearest(name, KINDS)}")
         if find_spec(name) is None:
             raise ValueError(f"--report_to {name}: the tracker is not installed (pip install {name}).")
-    return asked
+    return trackers
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
             for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
                 setattr(model, kind, partial(answer_together, getattr(model, kind)))
         try:
-            found = lm_eval.simple_evaluate(
+            results = lm_eval.simple_evaluate(
                 model=model,
                 tasks=tasks,
                 num_fewshot=args.num_fewshot,
@@ -77,7 +77,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
             raise
     if not is_first_process():
         return SuiteResult()
-    table = rows(found)
+    table = rows(results)
     shots_of_tasks = {row["task"]: row["num_fewshot"] for row in table}
     for task, shots in shots_of_tasks.items():
         if None not in (args.num_fewshot, shots) and shots != args.num_fewshot:
@@ -90,7 +90,7 @@ def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     if row_of_paper:
         tables["The paper's row, accuracies in percent"] = [row_of_paper]
     logs = {}
-    for task, documents in found.get("samples", {}).items():
+    for task, documents in results.get("samples", {}).items():
         logs[f"samples_{task}"] = documents
     shown = []
     for row in table:
@@ -132,10 +132,10 @@ def _check_length(args: Arguments, subject: Subject):
         )
 
 
-def rows(found: dict) -> list[Row]:
+def rows(results: dict) -> list[Row]:
     """lm-eval's results as rows. Raises ValueError for a value that is not finite."""
     result = []
-    for task, scores in found["results"].items():
+    for task, scores in results["results"].items():
         if task.startswith(LOCAL):
             continue
         for key, value in scores.items():
@@ -148,8 +148,8 @@ def rows(found: dict) -> list[Row]:
             result.append(
                 {
                     "task": task,
-                    "version": str(found["versions"][task]),
-                    "num_fewshot": found["n-shot"].get(task),
+                    "version": str(results["versions"][task]),
+                    "num_fewshot": results["n-shot"].get(task),
                     # lm-eval's filter of the answers, if there is one
                     "metric": metric if answers == "none" else key,
                     "value": float(value),

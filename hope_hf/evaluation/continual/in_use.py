@@ -93,7 +93,7 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
     ways[TUNING] = _fine_tuned(args, subject, learned)
     rows = []
     table = []
-    found = []
+    summary = []
     for way, states in ways.items():
         losses = []
         for learner, cache in states:
@@ -103,8 +103,8 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
             rows.append(_with_change({"way": way, **row}, measured))
         transfers = transfer(points, measured)
         table += [{"way": way, **row} for row in transfers]
-        found.append(summary_row(f"{way}: loss after the last segment", transfers[-1]["last"], None))
-        found.append(summary_row(f"{way}: forgetting", transfers[-1]["forgetting"], None))
+        summary.append(summary_row(f"{way}: loss after the last segment", transfers[-1]["last"], None))
+        summary.append(summary_row(f"{way}: forgetting", transfers[-1]["forgetting"], None))
     for row, documents in zip(learning, learned, strict=True):
         losses = document_losses(args, subject, documents, f"continual: levels as trained, {row['segment']}")
         row["loss_levels_as_trained"], _ = mean_of_blocks(losses)
@@ -113,7 +113,7 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
         "Levels that learn: loss of the first halves while they were read": learning,
         "Second halves after each segment (step: segments learned)": rows,
     }
-    return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)
+    return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=summary)
 
 
 def _tested(subject: Subject, segment: Segment, documents: list[Tensor]) -> Segment:

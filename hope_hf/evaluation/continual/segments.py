@@ -63,11 +63,11 @@ def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
             "--suite continual needs --segments: name a file with a corpus for each segment, or the run's "
             "--dataset_mixture or --train_shards."
         )
-    held = held_out_documents(args)
+    held_out = held_out_documents(args)
     texts: dict[str, list[str]] = {}
-    for text, corpus in zip(held.texts, held.corpora, strict=True):
+    for text, corpus in zip(held_out.texts, held_out.corpora, strict=True):
         texts.setdefault(corpus, []).append(text)
-    _require_several(held.source, len(texts))
+    _require_several(held_out.source, len(texts))
 
     def open_held_out(subject: Subject) -> list[Segment]:
         return [_segment(name, of_corpus, subject) for name, of_corpus in texts.items()]
@@ -166,11 +166,11 @@ def of_checkpoints(
         "Segments by checkpoint": rows,
     }
     mean = transfers[-1]
-    found = [
+    summary = [
         summary_row("loss of the last checkpoint", mean["last"], None, math.log(first.model.config.vocab_size)),
         summary_row("forgetting", mean["forgetting"], None),
     ]
-    return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=found)
+    return SuiteResult(tables, {"continual.png": partial(draw, rows)}, summary=summary)
 
 
 def measured_segments(segments: list[Segment], losses: list[list[Tensor]]) -> list[Measured]:
@@ -267,10 +267,10 @@ def draw(rows: list[Row], path: Path):
 def _losses(args: Arguments, checkpoint: Checkpoint, segments: list[Segment]) -> list[Tensor]:
     """The losses [T] of every segment by a checkpoint."""
     subject = load_subject(replace(args, model_name_or_path=checkpoint.path))
-    found = []
+    all_losses = []
     for segment in segments:
         name = f"continual: {Path(checkpoint.path).name}, {segment.name}"
         losses = document_losses(args, subject, segment.documents, name)
         require_finite(losses, f"continual: the losses of {checkpoint.path} on {segment.name}")
-        found.append(losses)
-    return found
+        all_losses.append(losses)
+    return all_losses

@@ -95,15 +95,15 @@ def noise(subject: Subject, longest: int, args: Arguments | None = None) -> Hays
 
 def text(subject: Subject, longest: int, args: Arguments) -> Haystack:
     """The held-out documents, or `--validation_file`, one after another, with white space reduced to single spaces."""
-    held = held_out_documents(args)
+    documents = held_out_documents(args)
     sentences = []
     characters = 0
-    for sentence in _sentences(held.texts):
+    for sentence in _sentences(documents.texts):
         sentences.append(subject.encode(f" {sentence}"))
         characters += len(sentence)
         if characters > CHARACTERS * longest:
             break
-    return Haystack(sentences, held.source, "\n", " ")
+    return Haystack(sentences, documents.source, "\n", " ")
 
 
 HAYSTACKS = {"filler": filler, "noise": noise, "text": text}

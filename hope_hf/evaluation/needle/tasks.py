@@ -60,10 +60,10 @@ def uuid4(generator: Random) -> str:
 
 def distinct(draw, count: int, generator: Random) -> list[str]:
     """`count` different values of `draw(generator)`."""
-    found = {}
-    while len(found) < count:
-        found[draw(generator)] = None
-    return list(found)
+    values = {}
+    while len(values) < count:
+        values[draw(generator)] = None
+    return list(values)
 
 
 @dataclass(frozen=True)
