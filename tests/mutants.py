@@ -37,8 +37,8 @@ MUTANTS = [
     Mutant(
         "a token writes over its neighbour too late",
         "model/memory_delta.py",
-        "lower = (keys @ keys.mT * decay).tril(-1)",
-        "lower = (keys @ keys.mT * decay).tril(-2)",
+        "lower = (keys @ keys.mT * rated_decay).tril(-1)",
+        "lower = (keys @ keys.mT * rated_decay).tril(-2)",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "a norm without the erase gate",
         "model/memory_mixer.py",
-        "return rate * erased, log_retention, value_norm / erased, erased",
-        "return rate * erased, log_retention, value_norm, erased",
+        "return Gates(rate * erased, log_retention, value_norm / erased, erased)",
+        "return Gates(rate * erased, log_retention, value_norm, erased)",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

@@ -36,12 +36,13 @@ class Call:
 
     # embeddings of the call's tokens [B, T, hidden_size]
     hidden_states: torch.Tensor
-    # written after the call; `None` if none is given and none is asked for
+    # each block's layer is written after the block, that of softmax attention inside of it; `None` if none is given
+    # and none is asked for
     cache: Cache | None
     # of the cache, by block: states come from them and go back to them; empty without a cache
     layers: list
     # counts of tokens after the call; `None` without layers that keep a state
-    past: Past | None
+    counts_after: Past | None
     # the arguments of every mixer, see `Mixer.needs`
     context: dict
     # what the text so far has taught the levels of each block
@@ -69,17 +70,17 @@ def prepare_call(
     config = trunk.config
     check_inputs(config, input_ids, inputs_embeds)
     hidden_states = trunk.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-    past = None
+    counts_before = counts_after = None
     if cache is not None:
-        past = check_cache(cache, config, hidden_states)
+        counts_before = check_cache(cache, config, hidden_states)
     elif use_cache:
         cache = HopeCache(config)
     columns = mask_of_call(attention_mask, hidden_states.shape[:2], cache, trunk.has_state)
     documents = read_documents(columns, position_ids, boundaries_of(options), hidden_states, cache)
     context = {"need_state": cache is not None}
     if trunk.has_state:
-        plans = plan_tokens(trunk, hidden_states, input_ids, documents, past, keeps_digest=cache is not None)
-        past = next(iter(plans.values())).past
+        plans = plan_tokens(trunk, hidden_states, input_ids, documents, counts_before, cache is not None)
+        counts_after = next(iter(plans.values())).past
         if "plan" in plans:
             plans["plan"].is_frozen = reads_frozen(trunk, freeze_memories)
         context |= plans
@@ -99,7 +100,7 @@ def prepare_call(
     levels = getattr(cache, "levels", None)
     deltas = {} if levels is None else taught_by_block(config, levels.taught)
     graph_from = getattr(levels, "graph_from", 0)
-    return Call(hidden_states, cache, layers, past, context, deltas, graph_from)
+    return Call(hidden_states, cache, layers, counts_after, context, deltas, graph_from)
 
 
 def plan_tokens(

@@ -3,10 +3,16 @@
 Memories compute their errors at the weights of the chunk's start, so a token's chunk is part of the model. It must not
 depend on how a text is cut into calls, on padding, or on the documents that share a row. Rows without padding and
 documents are sliced as they are. All other rows are laid out in *slots*: every document starts at a multiple of the
-chunk size, and padding has no slot.
+chunk size, and padding has no slot. A `SlotPlan` has one of three layouts:
 
-Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk size), C slot of a span, b sequences
-times heads, K kernel size of the convolution.
+| rows | tensors of the plan | a call of two rows of five tokens, chunks of 64 |
+|---|---|---|
+| equal counts, no padding, one document | none | slot t holds token t |
+| other rows | all | mask 00111 and 11111: tokens 2 to 4 lie in slots 0 to 2, and 0 to 4 in 0 to 4, of 64 |
+| other rows, a single token that goes on | `valid` and `position` | slot 0 holds the token; S is 1 |
+
+Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk size, but for a single token), C slot
+of a span, b sequences times heads, K kernel size of the convolution.
 """
 
 from collections.abc import Callable
@@ -27,7 +33,10 @@ _BASE = 6364136223846793005
 
 
 class ChunkSpan(NamedTuple):
-    """Consecutive slots of one chunk. The last four fields are `None` when all rows share chunk boundaries."""
+    """Consecutive slots of one chunk. The last four fields are `None` when all rows share chunk boundaries.
+
+    "Index of the padded input" is a place in the tail's K - 1 tokens and the span's C slots, one after the other.
+    """
 
     start: int
     stop: int
@@ -37,9 +46,9 @@ class ChunkSpan(NamedTuple):
     keeps: torch.Tensor | None = None
     # whether the token 1 to K - 1 slots earlier belongs to the same document, farthest first [K - 1, b, C, 1]
     inside: torch.Tensor | None = None
-    # rows of the padded input to which the tail of earlier calls goes [b, K - 1, 1]; only in the first span
+    # indices of the padded input to which the tail of earlier calls goes [b, K - 1, 1]; only in the first span
     tail_in: torch.Tensor | None = None
-    # rows of the padded input that are the tail for the next span [b, K - 1, 1]
+    # indices of the padded input that are the tail for the next span [b, K - 1, 1]
     tail_out: torch.Tensor | None = None
 
 
@@ -69,7 +78,7 @@ class SlotPlan:
     tensors are `None`: slot t holds token t.
     """
 
-    # counts after the call
+    # counts after the call; those of the next call's past
     past: Past
     # real tokens of the row's document before the call: one number for all rows, or [B]
     before: int | torch.Tensor
@@ -312,9 +321,11 @@ def plan_slots(
     if digest is None:
         digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     begins = None
-    if position_ids is not None and (is_graph_of_token or makes_slots_later or not torch.compiler.is_compiling()):
+    is_graph = is_graph_of_token or makes_slots_later
+    is_export = torch.compiler.is_compiling() and not is_graph
+    if position_ids is not None and not is_export:
         begins = (position_ids == 0).expand(shape)
-        if not (is_graph_of_token or makes_slots_later):
+        if not is_graph:
             # the first token of a fresh row always begins a document
             later = begins[:, 1:] if past is None else begins
             begins = begins if bool(later.any()) else None
@@ -471,7 +482,8 @@ def _ragged_spans(
     tail_rows = torch.arange(tail_size, device=device)[:, None]
     tail_in = None
     if offset is not None:
-        # The call begins with empty slots, and the tail goes before its first token.
+        # The call begins with as many empty slots as its row has tokens in an open chunk; the tail goes before its
+        # first token.
         offset = offset[rows]
         ends[0] = torch.where(ends[0] == 0, offset, ends[0])
         tail_in = offset[:, None, None] + tail_rows

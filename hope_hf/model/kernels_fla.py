@@ -96,23 +96,32 @@ def mix(
     # linear maps and gates
     raw = [mixer.k_proj(x), mixer.v_proj(x), mixer.q_proj(x)]
     gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
-    rate, log_retention, value_norm, erased = mixer.gates(x, plan.is_frozen)
+    gates = mixer.gates(x, plan.is_frozen)
     dtype = gate.dtype
     with torch.autocast(x.device.type, enabled=False):
         current, tails = _states_of_sequences(state, sequences)
         keys, values, queries, tails_after = _convolve_and_normalise(
-            mixer, raw, tails, value_norm, bounds=bounds, need_state=need_state
+            mixer, raw, tails, gates.value_norm, bounds=bounds, need_state=need_state
         )
         # writes and reads
         (initial,) = mixer.initial_memory(dtype)
         # before the scan, so that the backward pass adds to its gradients, which lie as the norms read them
         targets = values + _per_head(keys, -initial)
         reads_of_initial = _per_head(queries, initial)
-        is_token = shape[1] == 1
-        reads, after = _scan(queries, keys, targets, log_retention, rate, current, need_state, bounds, is_token)
+        reads, after = _scan(
+            queries,
+            keys,
+            targets,
+            log_retention=gates.log_retention,
+            rate=gates.rate,
+            current=current,
+            need_state=need_state,
+            bounds=bounds,
+            is_token=shape[1] == 1,
+        )
         share = mixer.value_share(dtype).unsqueeze(-1)
-        if erased is not None:
-            share = share * erased.to(dtype).unsqueeze(-1)
+        if gates.erased is not None:
+            share = share * gates.erased.to(dtype).unsqueeze(-1)
         reads = torch.addcmul(reads + reads_of_initial, values, share)
         gated = mixer.o_norm(reads, partial(_gated_norm, gate=gate))
     output = mixer.o_proj(gated.flatten(2))

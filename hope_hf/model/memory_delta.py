@@ -122,12 +122,12 @@ class DeltaMemories(NamedTuple):
         width = keys.shape[-1]
         total = tokens.log_retention.cumsum(-1)
         decay_from_start = total.exp().unsqueeze(-1)
-        decay = decay_matrix(total, total) * tokens.rate.unsqueeze(-2)
-        lower = (keys @ keys.mT * decay).tril(-1)
+        rated_decay = decay_matrix(total, total) * tokens.rate.unsqueeze(-2)
+        lower = (keys @ keys.mT * rated_decay).tril(-1)
         # K W_0 of each memory
-        initial = torch.cat([keys] * len(self.projected) + [keys @ self.initial], dim=-1)
+        initial_reads = torch.cat([keys] * len(self.projected) + [keys @ self.initial], dim=-1)
         targets = values.repeat(1, 1, len(self.rate_factors))
-        right = initial + decay_from_start * (keys @ deviation) - targets
+        right = initial_reads + decay_from_start * (keys @ deviation) - targets
         # times rho
         errors = []
         for factor, right_of_memory in zip(self.rate_factors, right.split(width, dim=-1), strict=True):
@@ -138,7 +138,7 @@ class DeltaMemories(NamedTuple):
         own_values = values if tokens.erased is None else values * tokens.erased.unsqueeze(-1)
         content = deviation[..., -width:]
         reads = self.initial_read(queries, own_values) + decay_from_start * (queries @ content)
-        reads = reads - (queries @ keys.mT * decay) @ errors[-1]
+        reads = reads - (queries @ keys.mT * rated_decay) @ errors[-1]
         decay_to_end = (total[:, -1:] - total).exp()
         written_keys = (tokens.rate * decay_to_end).unsqueeze(-1) * keys
         decayed = decay_from_start[:, -1:] * deviation

@@ -93,6 +93,17 @@ class InitialMemory(nn.Module):
             self.rule.reset_initial(name, weight)
 
 
+class Gates(NamedTuple):
+    """What `MemoryGates` gives, by the names of `ScanInputs`."""
+
+    # eta (with the erase gate: the rate that erases, eta zeta) and log alpha
+    rate: torch.Tensor
+    log_retention: torch.Tensor
+    # `None` for gates that the layer has not
+    value_norm: torch.Tensor | None = None
+    erased: torch.Tensor | None = None
+
+
 class MemoryGates(nn.Module):
     """Learning rate eta and retention alpha of every token and head, parameterised as in the gated DeltaNet.
 
@@ -120,11 +131,10 @@ class MemoryGates(nn.Module):
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
         self.erase_bias = nn.Parameter(torch.empty(heads)) if has_erase_gate else None
 
-    def forward(self, hidden_states: torch.Tensor, is_frozen: bool = False) -> tuple[torch.Tensor | None, ...]:
-        """The rate that erases, log alpha, the norm of values, and zeta: [B, T, H] each, float32 or float64.
+    def forward(self, hidden_states: torch.Tensor, is_frozen: bool = False) -> Gates:
+        """The gates [B, T, H] of `hidden_states` [B, T, hidden_size], float32 or float64.
 
-        `None` for gates that the layer has not. `hidden_states` is [B, T, hidden_size]. With zeta the rate is eta
-        zeta, and the norm is over zeta (`memory_delta`). `is_frozen`: see `SlotPlan`.
+        With zeta the rate is eta zeta, and the norm is over zeta (`memory_delta`). `is_frozen`: see `SlotPlan`.
         """
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -139,14 +149,14 @@ class MemoryGates(nn.Module):
             if self.value_bias is not None:
                 value_norm = 2 * (more_logits[0] + self.value_bias.to(dtype)).sigmoid()
             if is_frozen:
-                # a read includes a share of the token's own value, which stays unchanged
+                # the norm of values stays: the read adds a share of the token's own value, which is no write
                 rate = torch.zeros_like(rate)
                 log_retention = torch.zeros_like(log_retention)
             if self.erase_bias is None:
-                return rate, log_retention, value_norm, None
+                return Gates(rate, log_retention, value_norm)
             erased = (more_logits[1] + self.erase_bias.to(dtype)).sigmoid()
             erased = LEAST_ERASED + (1 - LEAST_ERASED) * erased
-        return rate * erased, log_retention, value_norm / erased, erased
+        return Gates(rate * erased, log_retention, value_norm / erased, erased)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -253,7 +263,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         hidden_states: torch.Tensor,
         state: ScanState | None = None,
         *,
-        plan: ChunkPlan,
+        plan: ChunkPlan | TokenPlan,
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, ScanState | None]:
@@ -313,8 +323,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
         key = shared if self.k_proj is None else self._stream(self.k_proj, hidden_states, plan)
         value = shared if self.v_proj is None else self._stream(self.v_proj, hidden_states, plan)
         query = self._stream(self.q_proj, hidden_states, plan)
-        gates = [self._gate(gate, plan) for gate in self.gates(hidden_states, plan.is_frozen)]
-        return ScanInputs(key, value, query, *gates)
+        gates = self.gates(hidden_states, plan.is_frozen)._asdict()
+        in_slots = {name: self._gate(gate, plan) for name, gate in gates.items()}
+        return ScanInputs(key, value, query, **in_slots)
 
     def _stream(self, projection: nn.Linear, hidden_states: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
         """The output of a linear map in the slots of the plan, by head [b, S, D], float32 or float64."""
@@ -426,8 +437,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
     @torch.no_grad()
     def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """eta (that erases: times zeta) and alpha of equation (88) of every token and head, both [B, T, H]."""
-        rate, log_retention, _, _ = self.gates(hidden_states)
-        return rate, log_retention.exp()
+        gates = self.gates(hidden_states)
+        return gates.rate, gates.log_retention.exp()
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:

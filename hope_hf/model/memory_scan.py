@@ -25,13 +25,13 @@ NORM_EPSILON = 1e-6
 
 
 class ScanInputs(NamedTuple):
-    """The scan's input for every slot; empty slots have `rate` 0 and `log_retention` 0."""
+    """The scan's input for every slot; all gates of empty slots are 0."""
 
     # keys, values and queries before the memories project them and before the convolution [b, S, D]
     key: torch.Tensor
     value: torch.Tensor
     query: torch.Tensor
-    # eta and log alpha of equation (88) [b, S]
+    # eta (with the erase gate: eta zeta) and log alpha of equation (88) [b, S]
     rate: torch.Tensor
     log_retention: torch.Tensor
     # norm of each token's value [b, S], or None if values keep their own norm

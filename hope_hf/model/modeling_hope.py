@@ -22,7 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
-from .backends import FAST, borrow_fast_paths
+from .backends import FAST, asked_kernels, borrow_fast_paths, fast_path
 from .cache_hope import CACHE_NAME, takes_cache
 from .calls import Call, FreezesMemories, check_labels, prepare_call
 from .configuration_hope import HopeConfig
@@ -51,7 +51,7 @@ class HopeBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: HopeConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.kernels = asked_kernels()
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
         self.continuum = CONTINUA[config.level_variant](config, layer_idx)
@@ -73,15 +73,21 @@ class HopeBlock(GradientCheckpointingLayer):
             deltas: what the text so far has taught this block's levels (`level_learning.taught_by_block`).
             context: what `Mixer.needs` names.
         """
-        read_token = FAST.get("token")
-        memory, levels = (None, None) if read_token is None else read_token(self, hidden_states, state)
+        memory = fast_levels = None
+        read_token = fast_path("token", self.kernels)
+        if read_token is not None:
+            memory, fast_levels = read_token(self, hidden_states, state)
         if memory is not None:
             hidden_states, state = memory.read(hidden_states, state, context["plan"])
         else:
             # attention also returns its weights, which transformers records
             mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
             hidden_states = hidden_states + mixed
-        return self.continuum(hidden_states, deltas) if levels is None or deltas else levels(hidden_states), state
+        if fast_levels is None or deltas:
+            hidden_states = self.continuum(hidden_states, deltas)
+        else:
+            hidden_states = fast_levels(hidden_states)
+        return hidden_states, state
 
 
 class HopePreTrainedModel(FreezesMemories, PreTrainedModel):
@@ -224,7 +230,8 @@ class HopeModel(HopePreTrainedModel):
             cache: a `HopeCache`, which is read and updated.
             use_cache: whether to make a cache if none is given.
             freeze_memories: whether memories neither write nor forget; `None`: if the call is in `frozen_memories`.
-            kwargs: boundaries of documents (see `inputs`), and options of the attention's kernels, among others.
+            kwargs: boundaries of documents (`documents.BOUNDARIES`), and options of the attention's kernels, among
+                others.
 
         Raises:
             ValueError: the arguments do not fit the model, the cache or the tokens.
@@ -258,7 +265,7 @@ class HopeModel(HopePreTrainedModel):
             deltas = call.deltas.get(index)
             hidden_states, state = self.layers[index](hidden_states, state, deltas, **call.context)
             if layer is not None and state is not None:
-                layer.update_state(state, call.past)
+                layer.update_state(state, call.counts_after)
         return hidden_states
 
 

@@ -127,3 +127,14 @@ def test_the_plain_path_takes_no_other(monkeypatch, tiny_model):
     model, ids = tiny_model(**MIXED), torch.arange(37)[None]
     model(ids, labels=ids, use_cache=False, skip_logits=True).loss.backward()
     model.generate(ids, max_new_tokens=3, do_sample=False)
+
+
+def test_plain_kernels_take_no_fast_path_for_a_token(monkeypatch, tiny_model):
+    """Levels of a block were once read the fast way."""
+
+    def refuse(*_):
+        raise AssertionError("a fast path ran")
+
+    monkeypatch.setitem(FAST, "token", refuse)
+    monkeypatch.setenv("HOPE_KERNELS", "plain")
+    tiny_model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)
