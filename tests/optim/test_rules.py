@@ -64,18 +64,6 @@ def test_an_update_has_the_size_of_an_adamw_update(shape, name):
     assert parameter.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)
 
 
-@pytest.mark.parametrize("name", OF_MATRICES)
-def test_matrices_of_a_stack_move_alone_and_at_any_scale_of_gradients(name):
-    stack, single = torch.nn.Parameter(torch.zeros(3, 6, 8)), torch.nn.Parameter(torch.zeros(6, 8))
-    together, alone = clock_of(name, stack), clock_of(name, single)
-    for step in range(20):
-        stack.grad = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(step))
-        single.grad = stack.grad[1] / 1024
-        together.step()
-        alone.step()
-    torch.testing.assert_close(stack[1], single, rtol=0, atol=2e-3)
-
-
 def gradients(count, *shape):
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from training_runs import LLAMA
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from hope_hf import HopeModel
@@ -17,10 +17,6 @@ from hope_hf.convert import main as convert
 # PEFT asks transformers 5.23 for attributes by their older names.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 ATTENTION = ["eager", "sdpa"]
-# Compiled at first use. torch 2.13 calls some of its own code deprecated.
-FLEX = pytest.param(
-    "flex_attention", marks=[pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-)
 
 
 def read_apart(forward, trunk, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -80,22 +76,3 @@ def test_the_trainer_keeps_the_documents_of_a_row_apart(run, saved, compared, at
         compared.clear()
         assert run(name, *flags, model=model)[0] == 0
         assert {*compared} == {True, False}, name
-
-
-@pytest.mark.parametrize("attention", [*ATTENTION, FLEX])
-def test_they_are_apart_with_a_cache_and_after_generating(saved, compared, attention):
-    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
-    positions = torch.tensor([[*range(7), *range(17)], [*range(11), *range(5), *range(8)]])
-    caches = {"llama": [{"use_cache": False}], "hope": [{}, {"use_cache": True}, {"use_cache": False}]}
-    # torch computes no gradients of flex_attention on a CPU; a HOPE with it is in tests/model/test_attention.py
-    is_flex = attention == "flex_attention"
-    for name in ["llama"] if is_flex else caches:
-        model = AutoModelForCausalLM.from_pretrained(saved[name], attn_implementation=attention)
-        for options in caches[name]:
-            compared.clear()
-            for training in [False] if is_flex else [True, False]:
-                for _ in ("before", "after"):
-                    with torch.set_grad_enabled(training):
-                        model.train(training)(ids, position_ids=positions, **options)
-                    model.generate(ids[:, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
-            assert len(compared) == (2 if is_flex else 4), (name, options)

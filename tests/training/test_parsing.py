@@ -12,7 +12,6 @@ from hope_hf.common.flags import TEXT_SOURCES
 from hope_hf.common.recipe import MODELS, read_recipe
 from hope_hf.common.recompute import parse_recomputed
 from hope_hf.common.run_arguments import FLAGS
-from hope_hf.common.run_recipe import INSTEAD, NO_EFFECT
 from hope_hf.training.parsing import parse, repo_id
 
 # The flags that the project promises, besides --output_dir and --document_boundary.
@@ -310,7 +309,3 @@ def test_flags_of_the_scripts_of_transformers_that_have_no_effect_warn(tmp_path)
     assert said == [
         f"--{name} has no effect" for name in ("do_eval", "do_train", "per_device_eval_batch_size", "overwrite_cache")
     ]
-
-
-def test_no_foreign_flag_is_one_of_ours():
-    assert not {*NO_EFFECT, *INSTEAD} & set(FLAGS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_run import names
-from training_runs import LLAMA, ROOT
+from training_runs import ROOT
 
 from hope_hf.training.checkpoints.manifest import verify
 from hope_hf.training.checkpoints.tool import main
@@ -125,34 +125,6 @@ SHARDED = """
 """
 
 
-FULL_DISK = """
-    import os, resource, sys
-    from training_runs import reset_accelerate
-    from hope_hf.training import main
-    from hope_hf.training.checkpoints.writer import CheckpointWriter
-
-    save, (soft, hard) = CheckpointWriter.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def save_on_one_full_disk(writer, step, **arguments):
-        # The limit on a file's size stands for a full disk: the same calls fail in the same places.
-        if step > 2:
-            # What is still being written of step 2 must not meet the limit.
-            writer.finish()
-            if os.environ["RANK"] == "1":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-        return save(writer, step, **arguments)
-
-    CheckpointWriter.save = save_on_one_full_disk
-    for name, flags in (("at_once", []), ("background", ["--async_save", "true"])):
-        status = main([*sys.argv[2:], *flags, "--output_dir", f"{sys.argv[1]}/{name}"])
-        assert status == 2, f"{name} ended with {status}"
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        reset_accelerate()
-    # As run_clm.py ends.
-    sys.exit(status)
-"""
-
-
 def launched(script: str, folder: Path, *launcher: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """The script on two processes, with `folder/run` and the flags as its arguments."""
     file = folder / "script.py"
@@ -197,20 +169,3 @@ def test_weights_come_together_while_the_training_goes_on(tmp_path):
     assert (joined / "model.safetensors").read_bytes() == at_once["model.safetensors"]
     exported = tmp_path / "run" / "exported" / "model.safetensors"
     assert exported.read_bytes() == at_once["model.safetensors"]
-
-
-@pytest.mark.long
-def test_a_disk_that_is_full_for_one_of_two_processes_ends_both_with_one_sentence(tmp_path, corpus):
-    flags = [*LLAMA, *corpus, "--block_size", "32", "--per_device_train_batch_size", "2", "--cpu_threads", "1"]
-    result = launched_fsdp2(FULL_DISK, tmp_path, *flags, "--max_train_steps", "8", "--checkpointing_steps", "2")
-    assert result.returncode != 0
-    sentences = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(sentences) == 2, result.stderr[-5000:]
-    for name, sentence in zip(("at_once", "background"), sentences, strict=True):
-        (kept,) = (tmp_path / "run" / name).glob("checkpoint-*")
-        assert verify(kept).step == 2
-        assert re.fullmatch(
-            rf"error: No checkpoint .*{name} \(.*[Ff]ile too large.*\): free space .*; last good checkpoint: {kept}\.",
-            sentence,
-        )
-    assert "Traceback" not in result.stderr.partition("torch/distributed/elastic")[0]

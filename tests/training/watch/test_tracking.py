@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -67,6 +68,11 @@ def test_wandb_offline_holds_every_step_once_after_a_kill(tmp_path, monkeypatch,
     log_steps(tmp_path, 0, 5, loss=1.0)
     log_steps(tmp_path, 3, 8, loss=2.0)
     name, found = history(tmp_path)
+    # W&B's own process may write the end later.
+    deadline = time.monotonic() + 30
+    while len(found) < 8 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        name, found = history(tmp_path)
     assert name == "run-run1"
     expected = [(1, 2.0), (2, 3.0), (3, 4.0), (4, 6.0), (5, 7.0), (6, 8.0), (7, 9.0), (8, 10.0)]
     assert [(row["_step"], row["train/loss"]) for row in found] == expected
