@@ -246,3 +246,9 @@ def test_latest_links_to_the_newest_checkpoint(output_dir):
     run.train(1)
     run.save(output_dir)
     assert link.is_dir() and not link.is_symlink() and not list(output_dir.glob("latest.tmp-*"))
+
+
+def test_a_checkpoint_of_another_version_is_named(output_dir):
+    forge(output_dir / "checkpoint-5", format=99)
+    with pytest.raises(ValueError, match="another version of hope_hf"):
+        Run().restore(output_dir)
