@@ -9,12 +9,12 @@ from pathlib import Path
 from ..model.backends import FAST
 from .delta_scan import scan_fused
 from .norm import gated_norm_in_blocks
-from .one_token import forget_text, token_of
+from .one_token import fast_token_paths, forget_text
 from .sparse_reads import make_qkv_tiled, read_sparse_fused
 
 PATHS = {
     "scan_delta": scan_fused,
-    "token": token_of,
+    "token": fast_token_paths,
     "forget_text": forget_text,
     "gated_norm": gated_norm_in_blocks,
     "sparse_reads": read_sparse_fused,

@@ -30,7 +30,6 @@ from ..model.memory_mixer import LEAST_ERASED
 from ..model.memory_scan import NORM_EPSILON, ScanState, close_span, restart
 
 _VERSION = attrgetter("_version")
-_OWNED, _HOOKS = ("_modules", "_parameters"), ("_forward_hooks", "_forward_pre_hooks")
 # Classes of the model that do nothing but apply their parameters, or call modules that are looked at themselves. By
 # name: a copy of the model's code from the Hub has classes of its own.
 _PLAIN = frozenset({
@@ -58,12 +57,11 @@ def _is_plain(part: nn.Module) -> bool:
     Another class or `forward` (adapters, quantised maps, offloading) does more, and parameters of another type
     (shards, quantised weights) or none (parametrizations) are not weights to multiply with.
     """
-    held = vars(part)
-    return (
-        _has_plain_class(part)
-        and not ({"forward", "_compiled_call_impl"} & held.keys() or part._forward_hooks or part._forward_pre_hooks)
-        and {nn.Parameter, type(None)}.issuperset(map(type, held["_parameters"].values()))
-    )
+    if not _has_plain_class(part) or part._forward_hooks or part._forward_pre_hooks:
+        return False
+    if "forward" in vars(part) or "_compiled_call_impl" in vars(part):
+        return False
+    return {nn.Parameter, type(None)}.issuperset(map(type, part._parameters.values()))
 
 
 def _map_of(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -85,11 +83,13 @@ def _residual_of(linear: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], to
 
 def _norm_of(norm: HopeRMSNorm, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """The norm over the last axis, of tensors of that dtype."""
-    weight, epsilon = norm.weight.detach().to(dtype), norm.variance_epsilon
+    weight = norm.weight.detach().to(dtype)
+    epsilon = norm.variance_epsilon
     if dtype not in (torch.float32, torch.float64):
         return lambda x: F.rms_norm(x, x.shape[-1:], weight, epsilon)
     width = len(weight)
-    weight, least = width**0.5 * weight, weight.new_tensor((width * epsilon) ** 0.5)
+    least = weight.new_tensor((width * epsilon) ** 0.5)
+    weight = width**0.5 * weight
     return lambda x: over_norm(x, least).mul_(weight)
 
 
@@ -130,62 +130,94 @@ def step_token(
     if span.keeps is not None:
         state = restart(memories, state, span)
     (current,), chunk_start, tail = state
-    rows, _, width = raw.shape
-    width //= 3
+    rows, _, columns = raw.shape
+    width = columns // 3
     for index, name in enumerate(memories.projected):
         part = raw[..., "kvq".index(name) * width :][..., :width]
         part += torch.bmm(part, chunk_start[0][..., index * width : (index + 1) * width])
-    padded = seen = torch.cat([tail, raw], dim=1)
+    padded = torch.cat([tail, raw], dim=1)
+    of_document = padded
     if span.inside is not None:
         # the token itself always belongs to its document
-        seen = torch.cat([tail * span.inside.squeeze(-1).transpose(0, 1), raw], dim=1)
-    qkv = F.silu((seen * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)).view(rows, 3, width)
+        inside = span.inside.squeeze(-1).transpose(0, 1)
+        of_document = torch.cat([tail * inside, raw], dim=1)
+    mixed = (of_document * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)
+    qkv = F.silu(mixed).view(rows, 3, width)
     units = over_norm(qkv, least)
     key, value, query = units.chunk(3, dim=1)
     value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
     decayed = current * gates.retention
     # k W_0 and q W_0
     initial_reads = torch.bmm(units, memories.initial)
-    targets = value if not memories.projected else value.repeat(1, 1, len(memories.rate_factors))
+    targets = value
+    if memories.projected:
+        targets = value.repeat(1, 1, len(memories.rate_factors))
     errors = torch.baddbmm(targets, key, decayed, alpha=-1)
-    content = errors if not memories.projected else errors[..., -width:]
-    content.sub_(initial_reads[:, :1])
+    errors[..., -width:].sub_(initial_reads[:, :1])
     for index, factor in enumerate(memories.rate_factors[:-1]):
         errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
     current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
-    written = current if not memories.projected else current[..., -width:]
     share = memories.value_share if gates.erased is None else memories.value_share * gates.erased
-    reads = torch.baddbmm(initial_reads[:, 2:], query, written).addcmul_(share, value)
+    reads = torch.baddbmm(initial_reads[:, 2:], query, current[..., -width:]).addcmul_(share, value)
     return reads, close_span(state, span, (current,), tail_after(padded, tail, span))
 
 
-class _Memory(NamedTuple):
-    """A mixer of memories under the delta rule, for one row; tensors are those of the states' dtype."""
+class _GateWeights(NamedTuple):
+    """eta, the norm of values and zeta are `scale sigmoid(sign logits + bias) + lowest`, of all heads side by side.
 
-    # before the mixer, and of the reads
-    norms: tuple[Callable, Callable]
-    # of the gates' logits, keys, values, queries, and the gate of the reads
-    maps: tuple[Callable, ...]
-    residual: Callable
-    memories: DeltaMemories
-    # eta, the norm of values and zeta are `scale sigmoid(sign logits + bias) + lowest`, alpha is that to the power of
-    # `power`, since exp(-softplus(x)) = sigmoid(-x); for the gates of all heads side by side, `power` [H, 1, 1]
+    alpha is that to the power of `power` [H, 1, 1], since exp(-softplus(x)) = sigmoid(-x).
+    """
+
     sign: torch.Tensor
     bias: torch.Tensor
     scale: torch.Tensor
     lowest: torch.Tensor
     power: torch.Tensor
+
+    @classmethod
+    def of(cls, gates: nn.Module, most: float, dtype: torch.dtype) -> "_GateWeights":
+        """The weights of `MemoryGates`, whose largest learning rate is `most`."""
+        # bias, sign, scale and lowest of each gate
+        rows = [(gates.learning_rate_bias, 1, most, 0), (gates.dt_bias, -1, 1, 0)]
+        if gates.value_bias is not None:
+            rows.append((gates.value_bias, 1, 2, 0))
+        if gates.erase_bias is not None:
+            rows.append((gates.erase_bias, 1, 1 - LEAST_ERASED, LEAST_ERASED))
+        parts = []
+        for bias, *numbers in rows:
+            bias = bias.to(dtype)
+            columns = [torch.full_like(bias, number) for number in numbers]
+            parts.append(torch.stack([bias, *columns]))
+        bias, sign, scale, lowest = torch.cat(parts, dim=1).unbind()
+        return cls(sign, sign * bias, scale, lowest, gates.A_log.to(dtype).exp().view(-1, 1, 1))
+
+
+class _TokenMemory(NamedTuple):
+    """A mixer of memories under the delta rule, for one row; tensors are those of the states' dtype."""
+
+    norm: Callable
+    norm_of_reads: Callable
+    # of the gates' logits, keys, values, queries, and the gate of the reads
+    maps: tuple[Callable, ...]
+    residual: Callable
+    memories: DeltaMemories
+    gates: _GateWeights
     # square root of `NORM_EPSILON`
     least: torch.Tensor
 
+    @property
+    def power(self) -> torch.Tensor:
+        """The power that makes retention of a sigmoid [H, 1, 1]."""
+        return self.gates.power
+
     @classmethod
-    def of(cls, block: nn.Module, low: torch.dtype) -> "_Memory | None":
+    def of(cls, block: nn.Module, low: torch.dtype) -> "_TokenMemory | None":
         """The mixer of a block and the norm before it, if only linear maps do more; `low` is the inputs' dtype."""
         norm, mixer = block.input_layernorm, block.mixer
         if not _is_of_class(mixer, "SelfModifyingTitans") or mixer.config.memory_rule != "delta":
             return None
-        gates, convolutions = mixer.gates, (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d)
-        parts = norm, mixer, mixer.o_norm, gates, *convolutions, mixer.initial_memory, mixer.value_share
+        convolutions = mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d
+        parts = norm, mixer, mixer.o_norm, mixer.gates, *convolutions, mixer.initial_memory, mixer.value_share
         if not all(map(_is_plain, parts)):
             return None
         dtype = torch.promote_types(low, torch.float32)
@@ -195,33 +227,25 @@ class _Memory(NamedTuple):
         taps = torch.cat([part.weight.to(dtype) for part in convolutions]).view(3, heads, width, -1)
         taps = taps.permute(1, 3, 0, 2).reshape(heads, -1, 3 * width).transpose(0, 1).unsqueeze(2)
         share = mixer.value_share(dtype).view(heads, 1, 1)
-        one, most = initial.new_ones(heads), float(mixer.config.memory_learning_rate_max)
-        rows = [(gates.learning_rate_bias, one, most * one, 0 * one), (gates.dt_bias, -one, one, 0 * one)]
-        if gates.value_bias is not None:
-            rows.append((gates.value_bias, one, 2 * one, 0 * one))
-        if gates.erase_bias is not None:
-            rows.append((gates.erase_bias, one, (1 - LEAST_ERASED) * one, LEAST_ERASED * one))
-        rows = zip(*rows, strict=True)
-        bias, sign, scale, lowest = (torch.cat([part.to(dtype) for part in parts]) for parts in rows)
+        linear = mixer.gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj
         return cls(
-            (_norm_of(norm, low), _norm_of(mixer.o_norm, dtype)),
-            tuple(map(_map_of, (gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj))),
+            _norm_of(norm, low),
+            _norm_of(mixer.o_norm, dtype),
+            tuple(map(_map_of, linear)),
             _residual_of(mixer.o_proj),
             DeltaMemories(taps, mixer.projected, initial, share, mixer.rate_factors),
-            sign,
-            sign * bias,
-            scale,
-            lowest,
-            gates.A_log.to(dtype).exp().view(heads, 1, 1),
+            _GateWeights.of(mixer.gates, float(mixer.config.memory_learning_rate_max), dtype),
             initial.new_tensor(NORM_EPSILON**0.5),
         )
 
-    def of_rows(self, rows: int) -> "_Memory":
+    def of_rows(self, rows: int) -> "_TokenMemory":
         """The same for several rows."""
-        weights, projected, initial, share, *other = self.memories
-        initial, share, power = (part.repeat(rows, 1, 1) for part in (initial, share, self.power))
-        weights = weights.repeat(1, rows, 1, 1)
-        return self._replace(memories=DeltaMemories(weights, projected, initial, share, *other), power=power)
+        memories = self.memories._replace(
+            conv_weights=self.memories.conv_weights.repeat(1, rows, 1, 1),
+            initial=self.memories.initial.repeat(rows, 1, 1),
+            value_share=self.memories.value_share.repeat(rows, 1, 1),
+        )
+        return self._replace(memories=memories, gates=self.gates._replace(power=self.power.repeat(rows, 1, 1)))
 
     def read(self, hidden_states: torch.Tensor, state: ScanState, plan: ChunkPlan) -> tuple[torch.Tensor, ScanState]:
         """Hidden states [B, 1, X] after the mixer, and its state.
@@ -233,113 +257,160 @@ class _Memory(NamedTuple):
         """
         (current,), chunk_start, tail = state
         rows, heads, _, width = tail.shape
-        batch, dtype = rows * heads, tail.dtype
-        made = self if rows == 1 else self.of_rows(rows)
+        batch = rows * heads
+        weights = self if rows == 1 else self.of_rows(rows)
         hidden_states = hidden_states.squeeze(1)
-        normed = self.norms[0](hidden_states)
+        normed = self.norm(hidden_states)
         logits, *streams, gate = [apply(normed) for apply in self.maps]
         shape = batch, 1, width // 3
         raw = torch.cat([stream.reshape(shape) for stream in streams], dim=-1)
-        raw = raw if raw.dtype == dtype else raw.to(dtype)
-        sigmoids = torch.addcmul(self.bias, logits.to(dtype), self.sign).sigmoid_()
-        sigmoids = torch.addcmul(self.lowest, sigmoids, self.scale)
-        if rows > 1:
-            sigmoids = sigmoids.view(rows, -1, heads).transpose(0, 1)
-        rate, retention, *more = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
-        retention = retention.pow(made.power)
-        norm, erased = (*more, None, None)[:2]
-        if erased is not None:
-            rate, norm = rate * erased, norm / erased
-        if plan.valid is not None:
-            valid = plan.valid.expand(rows, heads).reshape(batch, 1, 1)
-            rate, retention = torch.where(valid, rate, 0.0), torch.where(valid, retention, 1.0)
-        if plan.is_frozen:
-            rate, retention = torch.zeros_like(rate), torch.ones_like(retention)
-        gates = TokenGates(rate, retention, norm, erased)
+        if raw.dtype != tail.dtype:
+            raw = raw.to(tail.dtype)
+        gates = weights.token_gates(logits.to(tail.dtype), rows, plan)
         chunk_start = tuple(part.flatten(0, 1) for part in chunk_start)
         state = ScanState((current.flatten(0, 1),), chunk_start, tail.flatten(0, 1))
-        reads, after = step_token(raw, gates, made.memories, state, plan.spans[0], self.least)
-        gated = self.norms[1](reads).view(rows, -1).to(gate.dtype) * F.silu(gate)
-        current, chunk_start = ([part.view(rows, heads, *part.shape[1:]) for part in parts] for parts in after[:2])
-        after = ScanState(tuple(current), tuple(chunk_start), after.conv_tail.view(tail.shape))
+        reads, after = step_token(raw, gates, weights.memories, state, plan.spans[0], self.least)
+        gated = self.norm_of_reads(reads).view(rows, -1).to(gate.dtype) * F.silu(gate)
+        current = after.current[0].unflatten(0, (rows, heads))
+        chunk_start = tuple(part.unflatten(0, (rows, heads)) for part in after.chunk_start)
+        after = ScanState((current,), chunk_start, after.conv_tail.view(tail.shape))
         return self.residual(hidden_states, gated).unsqueeze(1), after
 
+    def token_gates(self, logits: torch.Tensor, rows: int, plan: ChunkPlan) -> TokenGates:
+        """The gates of a token, from their logits [B, gates H]; `self` is that of all rows."""
+        weights = self.gates
+        sigmoids = torch.addcmul(weights.bias, logits, weights.sign).sigmoid_()
+        sigmoids = torch.addcmul(weights.lowest, sigmoids, weights.scale)
+        batch = len(weights.power)
+        if rows > 1:
+            sigmoids = sigmoids.view(rows, -1, batch // rows).transpose(0, 1)
+        rate, retention, *more = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
+        retention = retention.pow(weights.power)
+        norm = more[0] if more else None
+        erased = more[1] if len(more) > 1 else None
+        if erased is not None:
+            rate = rate * erased
+            norm = norm / erased
+        if plan.valid is not None:
+            valid = plan.valid.expand(rows, batch // rows).reshape(batch, 1, 1)
+            rate = torch.where(valid, rate, 0.0)
+            retention = torch.where(valid, retention, 1.0)
+        if plan.is_frozen:
+            rate = torch.zeros_like(rate)
+            retention = torch.ones_like(retention)
+        return TokenGates(rate, retention, norm, erased)
 
-def _levels_of(continuum: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Hidden states [B, 1, X] after levels in a chain, if all of them but linear maps and activations are plain."""
-    if not _is_of_class(continuum, "ContinuumMemory"):
-        return None
-    levels = [*continuum.levels]
-    if not all(map(_is_plain, (continuum, *levels, *(level.norm for level in levels)))):
-        return None
-    steps = [
-        (_norm_of(x.norm, dtype), _map_of(x.gate_proj), _map_of(x.up_proj), x.act_fn, _residual_of(x.down_proj))
-        for x in levels
-    ]
 
-    def read(hidden_states: torch.Tensor) -> torch.Tensor:
+class _TokenLevel(NamedTuple):
+    """One level of a chain."""
+
+    norm: Callable
+    gate: Callable
+    up: Callable
+    activation: Callable
+    residual: Callable
+
+
+class _TokenLevels:
+    """Levels in a chain."""
+
+    def __init__(self, levels: Iterable[nn.Module], dtype: torch.dtype):
+        self.levels = []
+        for level in levels:
+            weights = _TokenLevel(
+                _norm_of(level.norm, dtype),
+                _map_of(level.gate_proj),
+                _map_of(level.up_proj),
+                level.act_fn,
+                _residual_of(level.down_proj),
+            )
+            self.levels.append(weights)
+
+    @classmethod
+    def of(cls, continuum: nn.Module, dtype: torch.dtype) -> "_TokenLevels | None":
+        """The levels of a block, if all of them but linear maps and activations are plain."""
+        if not _is_of_class(continuum, "ContinuumMemory") or not _is_plain(continuum):
+            return None
+        for level in continuum.levels:
+            if not _is_plain(level) or not _is_plain(level.norm):
+                return None
+        return cls(continuum.levels, dtype)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, 1, X] after the levels."""
         hidden_states = hidden_states.squeeze(1)
-        for norm, gate, up, activation, residual in steps:
+        for norm, gate, up, activation, residual in self.levels:
             normed = norm(hidden_states)
             hidden_states = residual(hidden_states, activation(gate(normed)) * up(normed))
         return hidden_states.unsqueeze(1)
 
-    return read
 
-
-class _Kept:
+class TokenWeights:
     """What a block computes a token with; `None` for a part whose modules have to be called.
 
-    `about`: dtype of the inputs, and the largest learning rate.
+    Args:
+        dtype: of the inputs.
+        largest_rate: of the memories, `None` without any.
     """
 
-    def __init__(self, block: nn.Module, about: tuple[torch.dtype, float | None]):
-        found = list(block.modules())
-        self.attributes = [*map(vars, found)]
-        self.children, self.parameters = ([held[name] for held in self.attributes] for name in _OWNED)
-        self.hooks = [held[name] for held in self.attributes for name in _HOOKS]
-        # The weights of linear maps are read at every token.
-        made = (part for module in found if not isinstance(module, nn.Linear) for part in module.parameters(False))
-        # an inference tensor has no version
-        self.made = [part for part in made if type(part) is nn.Parameter and not part.is_inference()]
+    def __init__(self, block: nn.Module, dtype: torch.dtype, largest_rate: float | None):
+        modules_of_block = list(block.modules())
+        self.attributes = [vars(module) for module in modules_of_block]
+        self.children = [module._modules for module in modules_of_block]
+        self.parameters = [module._parameters for module in modules_of_block]
+        self.hooks, self.derived_from = [], []
+        for module in modules_of_block:
+            self.hooks += [module._forward_hooks, module._forward_pre_hooks]
+            # the weights of linear maps are read at every token
+            for parameter in () if isinstance(module, nn.Linear) else module.parameters(recurse=False):
+                # an inference tensor has no version
+                if type(parameter) is nn.Parameter and not parameter.is_inference():
+                    self.derived_from.append(parameter)
         # hold the memory at the addresses, so that no other parameter gets one of them
-        self.sources = [part.detach() for part in self.made]
-        self.seen = self.look(about)
-        self.memory, self.levels = _Memory.of(block, about[0]), _levels_of(block.continuum, about[0])
+        self.sources = [parameter.detach() for parameter in self.derived_from]
+        self.made_with = self.fingerprint(dtype, largest_rate)
+        self.memory = _TokenMemory.of(block, dtype)
+        self.levels = _TokenLevels.of(block.continuum, dtype)
 
-    def look(self, about: tuple) -> tuple:
+    def fingerprint(self, dtype: torch.dtype, largest_rate: float | None) -> tuple:
         """What stays the same while no module, parameter, hook or `forward` of a module is changed."""
+        # by `map`, since this runs at every token
         return (
-            about,
+            dtype,
+            largest_rate,
             [*chain.from_iterable(map(dict.values, self.children))],
             [*map(id, chain.from_iterable(map(dict.values, self.parameters)))],
-            [*map(_VERSION, self.made)],
-            [*map(torch.Tensor.data_ptr, self.made)],
+            [*map(_VERSION, self.derived_from)],
+            [*map(torch.Tensor.data_ptr, self.derived_from)],
             [*filter(None, self.hooks)],
             [*map(len, self.attributes)],
         )
+
+    def is_current(self, dtype: torch.dtype, largest_rate: float | None) -> bool:
+        """Whether the block would be read with the same weights now."""
+        return self.made_with == self.fingerprint(dtype, largest_rate)
 
 
 # Of each block until it reads more than a token, or a text begins (see `forget_text`): writes to a parameter's
 # `.data`, which often put averaged weights in place, change neither version nor address. No part of modules, which are
 # copied and saved.
-_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[nn.Module, TokenWeights] = WeakKeyDictionary()
 
 
 def forget_text(blocks: Iterable[nn.Module], cache: Cache | None) -> None:
     """Drop what blocks keep between the tokens of a text, unless this call goes on with the text in `cache`."""
     if torch.compiler.is_compiling():
         return
-    seen = 0 if cache is None else cache.get_seq_length()
+    columns = 0 if cache is None else cache.get_seq_length()
     # The count of a cache of fixed length lies on the device, and reading it would make every token wait.
-    if isinstance(seen, int) and seen == 0:
+    if isinstance(columns, int) and columns == 0:
         for block in blocks:
             _KEPT.pop(block, None)
 
 
-def token_of(
+def fast_token_paths(
     block: nn.Module, hidden_states: torch.Tensor, state: tuple | None
-) -> tuple[_Memory | None, Callable[[torch.Tensor], torch.Tensor] | None]:
+) -> tuple[_TokenMemory | None, Callable[[torch.Tensor], torch.Tensor] | None]:
     """What a `HopeBlock` reads inputs [B, T, X] with, if they are one token per row, without gradients.
 
     `None` for the mixer or the levels means that their modules have to be called.
@@ -357,13 +428,13 @@ def token_of(
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
         return None, None
-    mixer = block.mixer
-    has_memory = _is_of_class(mixer, "SelfModifyingTitans")
-    about = hidden_states.dtype, mixer.config.memory_learning_rate_max if has_memory else None
-    kept = _KEPT.get(block)
-    if kept is None or kept.seen != kept.look(about):
-        kept = _KEPT[block] = _Kept(block, about)
-    memory = kept.memory
-    if memory is not None and (state is None or runs_plain(mixer.kernels)):
-        memory = None
-    return memory, kept.levels
+    mixer, dtype = block.mixer, hidden_states.dtype
+    largest_rate = None
+    if _is_of_class(mixer, "SelfModifyingTitans"):
+        largest_rate = mixer.config.memory_learning_rate_max
+    weights = _KEPT.get(block)
+    if weights is None or not weights.is_current(dtype, largest_rate):
+        weights = _KEPT[block] = TokenWeights(block, dtype, largest_rate)
+    if state is None or weights.memory is None or runs_plain(mixer.kernels):
+        return None, weights.levels
+    return weights.memory, weights.levels

@@ -1,0 +1,362 @@
+"""What both passes of `delta_scan.py` make of a span, and its backward pass.
+
+Axes: b sequences times heads, C slot of a span, D head width, M memories of a layer, K kernel size of the convolution.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..model.chunks import ChunkSpan
+from ..model.layers import with_tail
+from ..model.memory_scan import NORM_EPSILON, ScanInputs
+from .convolution import convolution_gradients, convolve_padded
+
+
+class Saved(NamedTuple):
+    """Tensors that the backward pass of a span reads; the first three are None where it computes them again."""
+
+    # k, v and q after the convolution [3, b, C, D], and 1 / |k|, 1 / |v| if values have unit norm, 1 / |q| after SiLU
+    # [3, b, C, 1]
+    mixed: torch.Tensor | None
+    scales: torch.Tensor | None
+    # -eta_i e^(T_t - T_i) (q_t . k_i) for i <= t [b, C, C]
+    attention: torch.Tensor | None
+    # (I + rho L)^-1 for each rho [R b, C, C], rho A [b, C, M D]
+    solved: torch.Tensor
+    errors: torch.Tensor
+
+    # S before the span, and at the start of its chunk
+    current: torch.Tensor
+    chunk_start: torch.Tensor
+    # last inputs of the convolutions before the span [b, K - 1, 3 D]
+    conv_tail: torch.Tensor
+
+
+class Weights(NamedTuple):
+    """The tensors of `DeltaMemories`; in a span, `conv_weights` are the K weights of k, of v and of q."""
+
+    conv_weights: torch.Tensor | list[tuple[torch.Tensor, ...]]
+    initial: torch.Tensor
+    value_share: torch.Tensor
+
+    def by_stream(self) -> "Weights":
+        """Views for the spans."""
+        return self._replace(conv_weights=[part.unbind() for part in self.conv_weights.chunk(3, dim=-1)])
+
+
+class State(NamedTuple):
+    """The tensors of `ScanState`."""
+
+    current: torch.Tensor
+    chunk_start: torch.Tensor
+    conv_tail: torch.Tensor
+
+
+class Shape(NamedTuple):
+    """Head width, and each memory's column range."""
+
+    width: int
+    # columns of all memories of one rho, and rho
+    groups: list[tuple[slice, float]]
+    # columns of the memory that projects k (0) or v (1)
+    projected: dict[int, slice]
+    # columns of the content memory, and of those before it
+    content: slice
+    others: slice
+
+    @classmethod
+    def of(cls, width: int, projected: tuple[str, ...], factors: tuple[float, ...]) -> "Shape":
+        """`projected` and `factors` as in `DeltaMemories`."""
+        columns = []
+        for index in range(len(factors)):
+            columns.append(slice(index * width, (index + 1) * width))
+        # factors come in runs
+        groups: dict[float, slice] = {}
+        for memory, factor in zip(columns, factors, strict=True):
+            first = groups.get(factor, memory)
+            groups[factor] = slice(first.start, memory.stop)
+        projecting = {"kv".index(name): columns[index] for index, name in enumerate(projected)}
+        content = columns[-1]
+        return cls(width, [(part, rho) for rho, part in groups.items()], projecting, content, slice(0, content.start))
+
+
+def padded_streams(inputs: ScanInputs, state: State | Saved, span: ChunkSpan, shape: Shape) -> list[torch.Tensor]:
+    """k, v and q of a span, projected, each with the tail in front [b, K - 1 + C, D]."""
+    before = span.start - state.conv_tail.shape[1]
+    streams = []
+    for index, tail in enumerate(state.conv_tail.chunk(3, dim=-1)):
+        columns = shape.projected.get(index)
+        if columns is None and before >= 0 and span.tail_out is None:
+            # the inputs hold the tail already
+            streams.append(inputs[index][:, before : span.stop])
+            continue
+        raw = inputs[index][:, span.start : span.stop]
+        if columns is not None:
+            raw = raw + torch.bmm(raw, state.chunk_start[..., columns])
+        streams.append(with_tail(raw, tail, span))
+    return streams
+
+
+class Tokens(NamedTuple):
+    """What both passes make of a span's k, v and q."""
+
+    # unit keys above unit queries [b, 2, C, D], and views of either
+    both: torch.Tensor
+    keys: torch.Tensor
+    queries: torch.Tensor
+    # [b, C, D], of unit norm if a gate sets their norm
+    values: torch.Tensor
+    # -eta k [b, C, D]
+    written: torch.Tensor
+    # e^(T_t), e^(T_C - T_t) [b, C, 1], and e^(T_t - T_i) for i <= t, else 0 [b, C, C]
+    from_start: torch.Tensor
+    to_end: torch.Tensor
+    decay: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor) -> "Tokens":
+        """`active`: k, v and q after SiLU, of which v is changed; `scales` of each, as in `Saved`."""
+        cut = slice(span.start, span.stop)
+        values = active[1]
+        both = values.new_empty(len(values), 2, *values.shape[1:])
+        keys, queries = both.unbind(1)
+        torch.mul(active[0], scales[0], out=keys)
+        torch.mul(active[2], scales[2], out=queries)
+        if inputs.value_norm is not None:
+            values.mul_(scales[1])
+        total = inputs.log_retention[:, cut, None].cumsum(1)
+        # The exponential of minus infinity is slow: the mask comes after it, and nothing takes a gradient of it.
+        decay = (total - total.mT).exp_().tril_()
+        return cls(
+            both,
+            keys,
+            queries,
+            values,
+            written=-inputs.rate[:, cut, None] * keys,
+            from_start=total.exp(),
+            to_end=(total[:, -1:] - total).exp_(),
+            decay=decay,
+        )
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Keys above queries [b, 2 C, D]."""
+        return self.both.flatten(1, 2)
+
+
+def solve(solved: torch.Tensor, x: torch.Tensor, shape: Shape, transposed: bool = False) -> torch.Tensor:
+    """`rho (I + rho L)^-1 x`, or of the transposed matrix, for the columns of each rho of `x` [b, C, M D]."""
+    if transposed:
+        solved = solved.mT
+    parts = []
+    for (columns, rho), inverse in zip(shape.groups, solved.split(len(x)), strict=True):
+        if rho != 1:
+            inverse = rho * inverse
+        parts.append(torch.bmm(inverse, x[..., columns]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def mixed_streams(
+    padded: list[torch.Tensor], weights: Weights, span: ChunkSpan
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """`mixed` and `scales` of `Saved`, and k, v and q after SiLU, from the results of `padded_streams`."""
+    rows, _, width = padded[0].shape
+    shape = 3, rows, span.stop - span.start
+    mixed = padded[0].new_empty(*shape, width)
+    scales = padded[0].new_empty(*shape, 1)
+    streams = mixed.unbind()
+    convolve_padded(padded, weights.conv_weights, span, streams)
+    active = [F.silu(part) for part in streams]
+    for part, scale in zip(active, scales.unbind(), strict=True):
+        torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=scale)
+    scales.square_().add_(NORM_EPSILON).rsqrt_()
+    return mixed, scales, active
+
+
+class SpanBackward:
+    """The backward pass of a span, in steps; each uses the gradients that those before have made.
+
+    Gradients of inputs are written into `grad_inputs`; gradients of weights are added to `grad_weights`.
+    """
+
+    def __init__(
+        self,
+        inputs: ScanInputs,
+        weights: Weights,
+        span: ChunkSpan,
+        shape: Shape,
+        saved: Saved,
+        grad_inputs: ScanInputs,
+        grad_weights: Weights,
+    ):
+        self.inputs, self.weights, self.span, self.shape, self.saved = inputs, weights, span, shape, saved
+        self.grad_inputs, self.grad_weights = grad_inputs, grad_weights
+        self.cut = slice(span.start, span.stop)
+        self.padded = padded_streams(inputs, saved, span, shape)
+        if saved.mixed is None:
+            self.mixed, self.scales, active = mixed_streams(self.padded, weights, span)
+        else:
+            self.mixed, self.scales = saved.mixed, saved.scales
+            active = [F.silu(part) for part in saved.mixed]
+        self.tokens = Tokens.of(inputs, span, active, self.scales)
+
+    def run(self, grad_reads: torch.Tensor, after: State, current_after: torch.Tensor | None) -> State:
+        """Gradient of the state before the span, from that of its reads and of the state after it (may be None).
+
+        `current_after` is S after the span.
+        """
+        span, saved = self.span, self.saved
+        grad_after, grad_start, grad_tail = after
+        if grad_start is not None and span.closes is True:
+            grad_after = grad_start if grad_after is None else grad_after + grad_start
+            grad_start = None
+        elif grad_start is not None and span.closes is not False:
+            closed = torch.where(span.closes, grad_start, 0.0)
+            grad_after = closed if grad_after is None else grad_after + closed
+            grad_start = grad_start - closed
+
+        self.reads_backward(grad_reads, grad_after)
+        self.solve_backward(grad_reads)
+        self.keys_backward(grad_after, current_after)
+        self.values_backward(grad_reads)
+        if self.shape.projected and grad_start is None:
+            # memories that project are read at the chunk's start
+            grad_start = torch.zeros_like(saved.chunk_start)
+        grad_tail = self.stream_backward(grad_start, grad_tail)
+
+        grad_current = self.grad_current
+        if saved.chunk_start is saved.current and grad_start is not None:
+            grad_current = grad_current.add_(grad_start)
+            grad_start = None
+        if span.keeps is not None:
+            grad_current = span.keeps * grad_current
+            if grad_start is not None:
+                grad_start = span.keeps * grad_start
+        return State(grad_current, grad_start, grad_tail)
+
+    def reads_backward(self, grad_reads: torch.Tensor, grad_after: torch.Tensor | None) -> None:
+        """Through the reads of what the span writes, and the state after it: errors, written keys, S."""
+        tokens, saved = self.tokens, self.saved
+        attention = saved.attention
+        if attention is None:
+            attention = torch.bmm(tokens.queries, tokens.written.mT).mul_(tokens.decay)
+        grad_errors = torch.bmm(attention.mT, grad_reads)
+        if self.shape.projected:
+            grad_errors = F.pad(grad_errors, (self.shape.content.start, 0))
+        if grad_after is None:
+            self.grad_written = torch.zeros_like(tokens.keys)
+            self.grad_current = torch.zeros_like(saved.current)
+        else:
+            grad_errors.baddbmm_(tokens.to_end * tokens.written, grad_after)
+            self.grad_written = torch.bmm(saved.errors, grad_after.mT).mul_(tokens.to_end)
+            self.grad_current = tokens.from_start[:, -1:] * grad_after
+        self.grad_errors = grad_errors
+
+    def solve_backward(self, grad_reads: torch.Tensor) -> None:
+        """Through the solve and the products of keys and queries: both, written keys, S."""
+        tokens, saved, content, others = self.tokens, self.saved, self.shape.content, self.shape.others
+        rows = tokens.rows
+        self.grad_right = solve(saved.solved, self.grad_errors, self.shape, transposed=True)
+        # of what the content memory returns for keys and queries [b, 2 C, D]
+        self.grad_returned = torch.cat([self.grad_right[..., content], grad_reads], dim=1)
+        decayed = (tokens.from_start.unsqueeze(1) * self.grad_returned.view_as(tokens.both)).view_as(rows)
+        products = torch.bmm(self.grad_returned, saved.errors[..., content].mT)
+        products = products.unflatten(1, (2, -1))
+        self.grad_both = torch.bmm(decayed, saved.current[..., content].mT).view_as(tokens.both)
+        if self.shape.projected:
+            grad_others = self.grad_right[..., others]
+            products[:, 0] += torch.bmm(grad_others, saved.errors[..., others].mT)
+            decayed_others = tokens.from_start * grad_others
+            self.grad_both[:, 0] += torch.bmm(decayed_others, saved.current[..., others].mT)
+            self.grad_current[..., content] += torch.bmm(rows.mT, decayed)
+            self.grad_current[..., others] += torch.bmm(tokens.keys.mT, decayed_others)
+        else:
+            self.grad_current.baddbmm_(rows.mT, decayed)
+        products.mul_(tokens.decay.unsqueeze(1))
+        products[:, 0].diagonal(dim1=1, dim2=2).zero_()
+        products = products.flatten(1, 2)
+        self.grad_written.baddbmm_(products.mT, rows)
+        self.grad_both.view_as(rows).baddbmm_(products, tokens.written)
+
+    def keys_backward(self, grad_after: torch.Tensor | None, current_after: torch.Tensor | None) -> None:
+        """Through rates, retentions and the initial memory, to unit keys and queries.
+
+        Where e^(T_t) scales a vector, the gradient of T_t is the vector's product with its own.
+        """
+        tokens, cut, grad_both = self.tokens, self.cut, self.grad_both
+        rate = self.inputs.rate[:, cut]
+        grad_rate = (self.grad_written * tokens.keys).sum(-1).neg_()
+        grad_total = (grad_both * tokens.both).sum((1, 3)).addcmul_(grad_rate, rate, value=-1)
+        if grad_after is not None:
+            grad_total[:, -1].add_((grad_after * current_after).sum((1, 2)))
+        self.grad_inputs.rate[:, cut] = grad_rate
+        self.grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
+        rows = tokens.rows
+        grad_both.view_as(rows).baddbmm_(self.grad_returned, self.weights.initial.mT)
+        grad_both[:, 0].addcmul_(rate.unsqueeze(-1), self.grad_written, value=-1)
+        self.grad_weights.initial.baddbmm_(rows.mT, self.grad_returned)
+
+    def values_backward(self, grad_reads: torch.Tensor) -> None:
+        """Through the errors, the share of the value in a read, and the gates of values, to values of unit norm."""
+        inputs, weights, cut, values = self.inputs, self.weights, self.cut, self.tokens.values
+        grad_values = weights.value_share * grad_reads
+        if inputs.erased is not None:
+            grad_values.mul_(inputs.erased[:, cut, None])
+        grad_values.sub_(self.grad_right[..., self.shape.content])
+        if self.shape.projected:
+            # each of these memories takes k - v
+            grad_others = self.grad_right[..., self.shape.others].unflatten(-1, (-1, self.shape.width)).sum(2)
+            self.grad_both[:, 0] += grad_others
+            grad_values -= grad_others
+        share = (grad_reads * values).sum(-1)
+        # the gradient's product with the unit value [b, C, 1], through whose norm it goes; None without a norm
+        self.value_dot = None
+        if inputs.value_norm is not None:
+            norm = inputs.value_norm[:, cut]
+            share.mul_(norm)
+            grad_norm = (grad_values * values).sum(-1)
+            self.grad_inputs.value_norm[:, cut] = grad_norm
+            grad_values.mul_(norm.unsqueeze(-1))
+            self.value_dot = (grad_norm * norm).unsqueeze(-1)
+        if inputs.erased is not None:
+            self.grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share
+            share.mul_(inputs.erased[:, cut])
+        self.grad_weights.value_share.add_(share.sum(-1)[:, None, None])
+        self.grad_values = grad_values
+
+    def stream_backward(self, grad_start: torch.Tensor | None, grad_tail: torch.Tensor | None) -> torch.Tensor:
+        """Through norms, SiLU, convolutions and projections of k, v and q: the gradient of the tail before.
+
+        Where memories project, their gradient is added to `grad_start`.
+        """
+        tokens = self.tokens
+        grad_keys, grad_queries = self.grad_both.unbind(1)
+        grad_tails = [None] * 3 if grad_tail is None else grad_tail.chunk(3, dim=-1)
+        before = []
+        for index, unit, grad in (
+            (0, tokens.keys, grad_keys),
+            (1, tokens.values, self.grad_values),
+            (2, tokens.queries, grad_queries),
+        ):
+            row_dot = self.value_dot if index == 1 else (grad * unit).sum(-1, keepdim=True)
+            if row_dot is not None:
+                grad.addcmul_(unit, row_dot, value=-1).mul_(self.scales[index])
+            torch.ops.aten.silu_backward.grad_input(grad, self.mixed[index], grad_input=grad)
+            grad_raw, grad_stream_tail = convolution_gradients(
+                grad,
+                grad_tails[index],
+                self.padded[index],
+                self.weights.conv_weights[index],
+                self.grad_weights.conv_weights[index],
+                self.span,
+            )
+            before.append(grad_stream_tail)
+            columns = self.shape.projected.get(index)
+            if columns is not None:
+                grad_source = grad_raw.contiguous()
+                grad_start[..., columns] += torch.bmm(self.inputs[index][:, self.cut].mT, grad_source)
+                grad_raw = torch.baddbmm(grad_raw, grad_source, self.saved.chunk_start[..., columns].mT)
+            self.grad_inputs[index][:, self.cut] = grad_raw
+        return torch.cat(before, dim=-1)
