@@ -57,14 +57,14 @@ MUTANTS = [
     ),
     Mutant(
         "zeta's gradient without the value share",
-        "fast/delta_scan.py",
+        "fast/delta_span.py",
         "grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share",
         "grad_inputs.erased[:, cut] = share",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
         "retention's gradient summed forward",
-        "fast/delta_scan.py",
+        "fast/delta_span.py",
         "grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)",
         "grad_inputs.log_retention[:, cut] = grad_total.cumsum(-1)",
         "tests/model/test_equivalence.py",
@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "a drift of twice the bound",
         "model/level_learning.py",
-        "kept = (learning.drift * norm / drift",
-        "kept = (2 * learning.drift * norm / drift",
+        "factor = (learning.drift * norm / drift",
+        "factor = (2 * learning.drift * norm / drift",
         "tests/model/test_level_learning.py",
     ),
     Mutant(
@@ -194,8 +194,8 @@ MUTANTS = [
     Mutant(
         "a piece learns its last token's target",
         "model/level_pieces.py",
-        "[slice(start, -1) for start in starts]",
-        "[slice(start, None) for start in starts]",
+        "piece.targets, slice(-1))",
+        "piece.targets, slice(None))",
         "tests/model/test_level_learning.py",
     ),
     Mutant(
@@ -288,7 +288,7 @@ MUTANTS = [
     Mutant(
         "the plan forgets gradients",
         "plan/memory.py",
-        "if whole_gradients or (moment != \"backward\" and step.accumulation == 1):",
+        'if whole_gradients or (moment != "backward" and step.accumulation == 1):',
         "if True:",
         "tests/plan/test_memory.py tests/plan/test_pages.py",
     ),

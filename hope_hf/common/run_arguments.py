@@ -112,13 +112,6 @@ class OptimizationArguments:
         "Peak learning rate of norms, biases and the kernel weights of convolutions (default: --learning_rate).",
         above=0,
     )
-    level_learning: Literal["none", "sequence"] = flag(
-        "none",
-        "sequence: read rows in pieces, each with what the pieces before taught the levels, and train through it.",
-    )
-    level_learning_period: int | None = flag(
-        None, "Tokens per piece of --level_learning (default: the model's periods, else 256).", least=2, most=LONGEST
-    )
     adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.", least=0, below=1)
     adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", least=0, below=1)
     adam_epsilon: float = flag(1e-8, "AdamW: added to the root of the second moment.", least=1e-30, most=1)

@@ -20,7 +20,7 @@ FILES = {
 WORDS = {
     "model_type", "config_overrides", "attn_implementation", "dataset_config_name", "document_boundary",
     "lr_scheduler_type", "optimizer", "init", "gradient_checkpointing", "fsdp_reduce_dtype", "profile_steps", "suite",
-    "lengths", "depths", "batch_size", "dtype", "device", "checkpoints", "train_only", "level_learning", "long_chats",
+    "lengths", "depths", "batch_size", "dtype", "device", "checkpoints", "train_only", "long_chats",
     "text_column", "on_bad_rows", "lr_scheduler_kwargs", "stop_after", "keep_best",
 }  # fmt: skip
 SHOWN = HUB_NAMES | FILES | WORDS

@@ -21,7 +21,7 @@ from .cache_hope import HopeCache, functional_layers, past_of
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
-from .level_learning import taught_by_block
+from .level_learning import deltas_by_block
 from .mixers import MIXERS
 from .rotary import check_reach
 from .window_attention import plan_window, window_positions
@@ -98,7 +98,7 @@ def prepare_call(
             layers = functional
             context["cache"] = None
     levels = getattr(cache, "levels", None)
-    deltas = {} if levels is None else taught_by_block(config, levels.taught)
+    deltas = {} if levels is None else deltas_by_block(config, levels.deltas)
     graph_from = getattr(levels, "graph_from", 0)
     return Call(hidden_states, cache, layers, counts_after, context, deltas, graph_from)
 

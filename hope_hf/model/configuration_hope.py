@@ -201,7 +201,7 @@ class HopeConfig(PreTrainedConfig):
         level_learning (`LevelLearning` or `dict`, *optional*):
             Whether and how levels learn from the text that the model reads with `learn=True`, explained at
             `level_learning.LevelLearning`: `matrices` (["down_proj"]), `blocks` (the upper quarter), `periods` (512
-            tokens), `rate` (0.0025), `drift` (0.01), `gate` (True), `brake` (0.1) and `learned_rate` (False).
+            tokens), `rate` (0.0025), `drift` (0.01), `gate` (True) and `brake` (0.1).
         max_position_embeddings (`int`, *optional*, defaults to 1048576):
             For tools that read it; memories have no maximal length. Give lm-eval's `batch_size=auto` a `max_length`.
         rope_parameters (`dict`, *optional*):

@@ -7,22 +7,19 @@ is an ordinary MLP, to whose weights a cache may add what the text so far has ta
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from .layers import HopeRMSNorm, LearnedFactors
-from .level_learning import Taught
 
 
 class ContinuumLevel(nn.Module):
     """One level: an MLP with a gate (SwiGLU unless `hidden_act` differs) after its own norm, without the residual.
 
-    `level` counts from 0, the fastest; all its parameters are updated every `period` tokens. `rates` are the learned
-    rates of the `block` that it belongs to, if it has them (`LevelLearning.learned_rate`).
+    `level` counts from 0, the fastest; all its parameters are updated every `period` tokens.
     """
 
-    def __init__(self, config: PreTrainedConfig, level: int, block: int | None = None):
+    def __init__(self, config: PreTrainedConfig, level: int):
         super().__init__()
         self.level = level
         self.period = config.level_periods[level]
@@ -32,16 +29,9 @@ class ContinuumLevel(nn.Module):
         self.up_proj = nn.Linear(width, hidden, bias=config.mlp_bias)
         self.down_proj = nn.Linear(hidden, width, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
-        learning = config.level_learning
-        has_rates = learning is not None and learning.learned_rate and block in learning.resolved(config).blocks
-        self.rates = LearnedRates(learning.matrices) if has_rates else None
 
-    def add_rates(self, matrices: list[str]) -> None:
-        """Let the level learn its rates, for a model whose configuration did not ask for them."""
-        self.rates = LearnedRates(matrices).to(self.down_proj.weight)
-
-    def forward(self, hidden_states: torch.Tensor, deltas: dict[str, list[Taught]] | None = None) -> torch.Tensor:
-        """[B, T, hidden_size], with differences to the weights of the maps that learned from each row."""
+    def forward(self, hidden_states: torch.Tensor, deltas: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """[B, T, hidden_size], with differences to the weights [B, o, i] of the maps that learned from each row."""
         normed = self.norm(hidden_states)
         if deltas is None:
             return self.down_proj(self.act_fn(self.gate_proj(normed)) * self.up_proj(normed))
@@ -49,35 +39,12 @@ class ContinuumLevel(nn.Module):
         up = self._moved("up_proj", normed, deltas)
         return self._moved("down_proj", self.act_fn(gate) * up, deltas)
 
-    def _moved(self, name: str, inputs: torch.Tensor, deltas: dict[str, list[Taught]]) -> torch.Tensor:
+    def _moved(self, name: str, inputs: torch.Tensor, deltas: dict[str, torch.Tensor]) -> torch.Tensor:
         """The map of that name with weights `W + D` for each row."""
         outputs = getattr(self, name)(inputs)
-        for delta, derivative, tokens in deltas.get(name, ()):
-            if derivative is not None:
-                delta = self.rates(name, delta, derivative)
-            seen = inputs if tokens is None else inputs * tokens.to(inputs.dtype)
-            outputs = outputs + torch.bmm(seen, delta.to(inputs.dtype).mT)
+        if name in deltas:
+            outputs = outputs + torch.bmm(inputs, deltas[name].to(inputs.dtype).mT)
         return outputs
-
-
-class LearnedRates(nn.Module):
-    """Logarithms of factors of the rate at which the matrices of a level learn from a text; they start at 0."""
-
-    has_initial_values = True
-
-    def __init__(self, matrices: list[str]):
-        super().__init__()
-        self.matrices = list(matrices)
-        self.weight = nn.Parameter(torch.zeros(len(matrices)))
-
-    def forward(self, name: str, delta: torch.Tensor, derivative: torch.Tensor) -> torch.Tensor:
-        """`delta` [B, o, i] with the gradient of the rate: its derivative by the rate's logarithm is `derivative`."""
-        rate = self.weight[self.matrices.index(name)]
-        return delta + (rate - rate.detach()) * derivative
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        init.zeros_(self.weight)
 
 
 class ContinuumMemory(nn.Module):
@@ -90,11 +57,11 @@ class ContinuumMemory(nn.Module):
     # whether autograd keeps the output of every level
     keeps_outputs = False
 
-    def __init__(self, config: PreTrainedConfig, block: int | None = None):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.levels = nn.ModuleList()
         for level in range(len(config.level_periods)):
-            self.levels.append(ContinuumLevel(config, level, block))
+            self.levels.append(ContinuumLevel(config, level))
 
     def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
         """[B, T, hidden_size]."""
@@ -109,8 +76,8 @@ class IndependentContinuum(ContinuumMemory):
 
     keeps_outputs = True
 
-    def __init__(self, config: PreTrainedConfig, block: int | None = None):
-        super().__init__(config, block)
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
         self.mix = LearnedFactors(len(self.levels))
 
     def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:

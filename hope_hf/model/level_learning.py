@@ -26,10 +26,9 @@ from typing import NamedTuple
 import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-
-from .chunks import beside
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 # How a file holds what levels have learned, see `LevelState.named`.
@@ -74,17 +73,20 @@ class LevelLearning:
     gate: bool = True
     # below this share of a uniform guess's loss, steps shrink with the loss: a text that repeats teaches little
     brake: float | int = 0.1
-    # whether the model has a parameter for each matrix that learns, the logarithm of a factor of `rate`
-    learned_rate: bool = False
 
     @classmethod
     def of(cls, values: "dict | LevelLearning | None") -> "LevelLearning | None":
         """The fields of a configuration file; ValueError for wrong ones."""
         if values is None or hasattr(values, "drift"):
             return values
+        values = dict(values)
+        # files of before have a field for rates that were trained
+        if not values.get("learned_rate"):
+            values.pop("learned_rate", None)
         known = [one.name for one in fields(cls)]
-        for name in values.keys() - set(known):
-            raise ValueError(f"`level_learning` has no field '{name}': choose among {', '.join(known)}")
+        for name in values:
+            if name not in known:
+                raise ValueError(f"`level_learning` has no field '{name}': choose among {', '.join(known)}")
         try:
             return cls(**values)
         except StrictDataclassError as error:
@@ -93,33 +95,38 @@ class LevelLearning:
     def resolved(self, config: PreTrainedConfig) -> "LevelLearning":
         """The fields with blocks and periods of a model."""
         number = config.num_hidden_layers
-        blocks = list(range(min(3 * number // 4, number - 1), number)) if self.blocks is None else self.blocks
-        return replace(self, blocks=blocks, periods=self.periods or [512] * len(config.level_periods))
+        blocks = self.blocks
+        if blocks is None:
+            first = min(3 * number // 4, number - 1)
+            blocks = list(range(first, number))
+        periods = self.periods or [512] * len(config.level_periods)
+        return replace(self, blocks=blocks, periods=periods)
 
     def check(self, config: PreTrainedConfig) -> None:
         """ValueError for values that do not fit the model."""
-        levels, number = len(config.level_periods), config.num_hidden_layers
         for name in ("rate", "drift", "brake"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if not math.isfinite(value) or value < 0:
                 raise ValueError(f"`{name}` of `level_learning` must be a finite number from 0, got {value}")
         if not self.matrices or set(self.matrices) - set(MATRICES):
-            raise ValueError(
-                f"`matrices` of `level_learning` is {self.matrices}: choose one or more of {', '.join(MATRICES)}"
-            )
-        if self.blocks is not None and (not self.blocks or not set(self.blocks) <= set(range(number))):
-            raise ValueError(f"`blocks` of `level_learning` is {self.blocks}: give blocks from 0 to {number - 1}")
-        if self.periods is None:
-            return
+            raise _wrong_field("matrices", self.matrices, f"choose one or more of {', '.join(MATRICES)}")
+        if self.blocks is not None:
+            known = range(config.num_hidden_layers)
+            if not self.blocks or set(self.blocks) - set(known):
+                raise _wrong_field("blocks", self.blocks, f"give blocks from 0 to {known[-1]}")
+        if self.periods is not None:
+            self._check_periods(len(config.level_periods))
+
+    def _check_periods(self, levels: int) -> None:
         if len(self.periods) != levels or min(self.periods) < 2:
-            raise ValueError(
-                f"`periods` of `level_learning` is {self.periods}: give {levels} numbers from 2 on, one for each level"
-            )
+            raise _wrong_field("periods", self.periods, f"give {levels} numbers from 2 on, one for each level")
         for fast, slow in pairwise(self.periods):
             if slow % fast:
-                raise ValueError(
-                    f"`periods` of `level_learning` is {self.periods}: each must be a multiple of the one before"
-                )
+                raise _wrong_field("periods", self.periods, "each must be a multiple of the one before")
+
+
+def _wrong_field(name: str, value, needed: str) -> ValueError:
+    return ValueError(f"`{name}` of `level_learning` is {value}: {needed}")
 
 
 class MatrixKey(NamedTuple):
@@ -133,25 +140,18 @@ class MatrixKey(NamedTuple):
         return f"{self.block}.{self.level}.{self.matrix}"
 
 
-class Taught(NamedTuple):
-    """What moves a map's weights while it reads."""
-
-    # difference to the trained weights of each row [B, o, i]
-    delta: torch.Tensor
-    # its derivative by the logarithm of its rate [B, o, i], where the rate is a trained parameter
-    derivative: torch.Tensor | None = None
-    # the tokens that are read with it [B, T, 1]; `None`: all
-    tokens: torch.Tensor | None = None
+# A tensor for each matrix that learns.
+ByMatrix = dict[MatrixKey, torch.Tensor]
 
 
 class LevelState(NamedTuple):
     """What the levels of a model have learned from each row's text."""
 
     # differences to the trained weights [B, o, i], float32 or wider
-    deltas: dict[MatrixKey, torch.Tensor]
+    deltas: ByMatrix
     # gradient of the loss summed over the open period, of the same shapes; a matrix without an open period has none
-    gradients: dict[MatrixKey, torch.Tensor]
-    # real tokens that were read for learning [B]
+    gradients: ByMatrix
+    # real tokens of the row's document that were read for learning [B]
     tokens: torch.Tensor
     # loss in nats and number of predictions in the open period of each level [B, L]
     losses: torch.Tensor
@@ -162,18 +162,9 @@ class LevelState(NamedTuple):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LevelState":
         """The state with `function` applied to every tensor."""
-        deltas, gradients = ({key: function(x) for key, x in named.items()} for named in self[:2])
+        deltas = {key: function(delta) for key, delta in self.deltas.items()}
+        gradients = {key: function(gradient) for key, gradient in self.gradients.items()}
         return LevelState(deltas, gradients, *map(function, self[2:]))
-
-    @property
-    def taught(self) -> dict[MatrixKey, list[Taught]]:
-        """What moves the weights of each matrix."""
-        return {key: [Taught(delta)] for key, delta in self.deltas.items()}
-
-    def forget(self, rows: torch.Tensor) -> "LevelState":
-        """The state in which some rows [B] are as before their first token, but for their number of tokens."""
-        forgotten = self.map(lambda x: torch.where(beside(rows.to(x.device), x), 0, x))
-        return forgotten._replace(tokens=self.tokens)
 
     def named(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
         """The tensors by name, for a file.
@@ -183,32 +174,44 @@ class LevelState(NamedTuple):
                 factor for every row of a matrix.
         """
         tensors = {}
-        for part, matrices in zip(self._fields[:2], self[:2], strict=True):
-            for key, matrix in matrices.items():
+        for part in self._fields[:2]:
+            for key, matrix in getattr(self, part).items():
+                name = f"{part}.{key}"
                 if dtype == "int8":
                     factor = matrix.abs().amax(-1, keepdim=True) / 127
-                    tensors[f"factors.{part}.{key}"] = factor
-                    matrix = (matrix / factor.clamp_min(torch.finfo(factor.dtype).tiny)).round().to(torch.int8)
-                tensors[f"{part}.{key}"] = matrix.bfloat16() if dtype == "bfloat16" else matrix
-        return tensors | {name: getattr(self, name) for name in self._fields[2:]}
+                    nonzero = factor.clamp_min(torch.finfo(factor.dtype).tiny)
+                    tensors[f"factors.{name}"] = factor
+                    matrix = (matrix / nonzero).round().to(torch.int8)
+                elif dtype == "bfloat16":
+                    matrix = matrix.bfloat16()
+                tensors[name] = matrix
+        for part in self._fields[2:]:
+            tensors[part] = getattr(self, part)
+        return tensors
 
     @classmethod
     def of_named(cls, tensors: dict[str, torch.Tensor]) -> "LevelState":
         """The inverse of `named`; KeyError or ValueError if a tensor is missing or has another name."""
-        parts: dict[str, dict[MatrixKey, torch.Tensor]] = {"deltas": {}, "gradients": {}}
-        for name in tensors.keys() - set(cls._fields) - {f"factors.{name}" for name in tensors}:
+        matrices: dict[str, ByMatrix] = {"deltas": {}, "gradients": {}}
+        for name, tensor in tensors.items():
+            if name in cls._fields or name.startswith("factors."):
+                continue
             part, block, level, matrix = name.split(".")
-            factor = tensors.get(f"factors.{name}", 1)
-            parts[part][MatrixKey(int(block), int(level), matrix)] = tensors[name] * factor
-        return cls(*parts.values(), *(tensors[name] for name in cls._fields[2:]))
+            key = MatrixKey(int(block), int(level), matrix)
+            matrices[part][key] = tensor * tensors.get(f"factors.{name}", 1)
+        others = map(tensors.__getitem__, cls._fields[2:])
+        return cls(matrices["deltas"], matrices["gradients"], *others)
 
     @property
     def counts(self) -> dict[str, torch.Tensor]:
         """Steps of each row and level [B, L], and periods that ended without one, by reason."""
-        skipped = {"skipped_gate": self.skipped[..., GATED], "skipped_not_finite": self.skipped[..., NOT_FINITE]}
-        return {"steps": self.steps, **skipped}
+        return {
+            "steps": self.steps,
+            "skipped_gate": self.skipped[..., GATED],
+            "skipped_not_finite": self.skipped[..., NOT_FINITE],
+        }
 
-    def drifts(self, norms: dict[MatrixKey, torch.Tensor]) -> torch.Tensor:
+    def drifts(self, norms: ByMatrix) -> torch.Tensor:
         """Largest norm of a difference of each row and level [B, L], relative to its matrix's in `weight_norms`."""
         largest = torch.zeros_like(self.losses)
         for key, delta in self.deltas.items():
@@ -219,39 +222,44 @@ class LevelState(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (*self.deltas.values(), *self.gradients.values(), *self[2:]))
+        return sum(tensor.nbytes for tensor in self.named().values())
 
 
-def taught_by_block(
-    config: PreTrainedConfig, taught: dict[MatrixKey, list[Taught]]
-) -> dict[int, dict[int, dict[str, list[Taught]]]]:
-    """What moves the weights, by block, level and matrix; ValueError if it is of another model."""
-    blocks: dict[int, dict[int, dict[str, list[Taught]]]] = {}
-    for (block, level, matrix), parts in taught.items():
-        sizes = config.level_intermediate_sizes
-        fits = block < config.num_hidden_layers and level < len(sizes)
-        shape = (config.hidden_size, sizes[level]) if fits else ()
-        found = parts[0].delta.shape[1:]
-        if found != (shape if matrix == "down_proj" else shape[::-1]):
+def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
+    """Differences to the weights [B, o, i] by block, level and matrix; ValueError if they are of another model."""
+    blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    sizes = config.level_intermediate_sizes
+    for (block, level, matrix), delta in deltas.items():
+        shape = None
+        if block < config.num_hidden_layers and level < len(sizes):
+            outputs, inputs = sizes[level], config.hidden_size
+            shape = (inputs, outputs) if matrix == "down_proj" else (outputs, inputs)
+        if delta.shape[1:] != shape:
             raise ValueError(
-                f"the cache holds what {matrix} of block {block} has learned as {list(found)}, which does not "
-                "fit this model: give a cache that this model has written"
+                f"the cache holds what {matrix} of block {block} has learned as {list(delta.shape[1:])}, which does "
+                "not fit this model: give a cache that this model has written"
             )
-        blocks.setdefault(block, {}).setdefault(level, {})[matrix] = parts
+        blocks.setdefault(block, {}).setdefault(level, {})[matrix] = delta
     return blocks
 
 
-def empty_state(weights: dict[MatrixKey, torch.Tensor], levels: int, rows: int) -> LevelState:
+def empty_state(weights: ByMatrix, levels: int, rows: int) -> LevelState:
     """The state of `rows` rows before the first token, for `learning_weights` of that many levels a block."""
     deltas = {}
     for key, weight in weights.items():
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = _wide(weight)
         deltas[key] = torch.zeros(rows, *weight.shape, dtype=dtype, device=weight.device)
-    device = next(iter(deltas.values())).device
-    counts = torch.zeros(rows, levels, dtype=torch.long, device=device)
-    losses = torch.zeros(rows, levels, dtype=next(iter(deltas.values())).dtype, device=device)
-    skipped = torch.zeros(rows, levels, 2, dtype=torch.long, device=device)
-    return LevelState(deltas, {}, counts[:, 0].clone(), losses, counts, counts.clone(), skipped)
+    first = next(iter(deltas.values()))
+    counts = torch.zeros(rows, levels, dtype=torch.long, device=first.device)
+    return LevelState(
+        deltas,
+        gradients={},
+        tokens=counts.new_zeros(rows),
+        losses=first.new_zeros(rows, levels),
+        scored=counts,
+        steps=counts.clone(),
+        skipped=counts.new_zeros(rows, levels, 2),
+    )
 
 
 def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: int) -> LevelState:
@@ -282,18 +290,14 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
     fresh = empty_state(weights, len(model.config.level_periods), rows)
     if state.deltas.keys() != fresh.deltas.keys() or state.gradients.keys() - fresh.deltas.keys():
         raise ValueError("holds what other levels than this model's have learned")
-    deltas, gradients = ({key: tensor.to(fresh.deltas[key]) for key, tensor in named.items()} for named in state[:2])
-    placed = LevelState(
-        deltas, gradients, *(held.to(like.device) for held, like in zip(state[2:], fresh[2:], strict=True))
-    )
-    given, expected = placed.named(), fresh._replace(gradients={key: fresh.deltas[key] for key in gradients}).named()
-    for name, tensor in given.items():
-        if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
-            raise ValueError(f"holds 'levels.{name}' as {list(tensor.shape)} {tensor.dtype}")
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"holds NaN or infinity in 'levels.{name}': read the text again and save a new one")
-        if not tensor.is_floating_point() and int(tensor.min()) < 0:
-            raise ValueError(f"holds negative counts in 'levels.{name}': read the text again and save a new one")
+    expected = fresh._replace(gradients={key: fresh.deltas[key] for key in state.gradients}).named()
+    tensors = state.named()
+    for name, tensor in tensors.items():
+        like = expected[name]
+        # a file may hold matrices in a lower precision
+        tensors[name] = tensor.to(like if name.startswith(("deltas.", "gradients.")) else like.device)
+        _check_tensor(name, tensors[name], like)
+    placed = LevelState.of_named(tensors)
     drift = float(placed.drifts(weight_norms(weights)).max())
     if drift > _ROUNDED * learning.drift:
         raise ValueError(
@@ -303,28 +307,30 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
     return placed
 
 
-def rate_factors(model: PreTrainedModel, learning: LevelLearning) -> dict[MatrixKey, torch.Tensor]:
-    """The learned factor of the rate of every matrix that has one; detached scalars."""
-    factors = {}
-    for block in learning.blocks:
-        for level, module in enumerate(model.base_model.layers[block].continuum.levels):
-            if module.rates is not None:
-                weight = module.rates.weight.detach()
-                weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-                for name, factor in zip(module.rates.matrices, weight.exp(), strict=True):
-                    factors[MatrixKey(block, level, name)] = factor
-    return factors
+def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """ValueError if a tensor of a file has another shape or dtype, or holds what no text teaches."""
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise ValueError(f"holds 'levels.{name}' as {list(tensor.shape)} {tensor.dtype}")
+    wrong = None
+    if not bool(tensor.isfinite().all()):
+        wrong = "NaN or infinity"
+    elif not tensor.is_floating_point() and int(tensor.min()) < 0:
+        wrong = "negative counts"
+    if wrong is not None:
+        raise ValueError(f"holds {wrong} in 'levels.{name}': read the text again and save a new one")
 
 
-def weight_norms(weights: dict[MatrixKey, torch.Tensor]) -> dict[MatrixKey, torch.Tensor]:
+def _wide(weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which a weight's difference is held: float32, or float64 for such a weight."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def weight_norms(weights: ByMatrix) -> ByMatrix:
     """Norm |W| of each matrix, float32 or wider."""
-    return {
-        key: torch.linalg.vector_norm(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for key, weight in weights.items()
-    }
+    return {key: torch.linalg.vector_norm(weight, dtype=_wide(weight)) for key, weight in weights.items()}
 
 
-def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> dict[MatrixKey, torch.Tensor]:
+def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> ByMatrix:
     """The trained weights of the matrices that learn, as plain tensors.
 
     Raises:
@@ -334,32 +340,33 @@ def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> dict[Ma
     for block in learning.blocks:
         for level, module in enumerate(model.base_model.layers[block].continuum.levels):
             for name in learning.matrices:
-                projection = getattr(module, name)
-                # an adapter keeps the trained map as `base_layer`
-                weight = getattr(projection, "base_layer", projection).weight.detach()
-                if hasattr(weight, "full_tensor"):
-                    weight = weight.full_tensor()
-                elif type(weight).__module__.partition(".")[0] != "torch":
-                    # a quantised weight
-                    weight = weight.dequantize()
-                # engines flatten or empty the weights that they cut
-                if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
-                    how = "offloaded" if weight.is_meta else f"stored as {list(weight.shape)} {weight.dtype}"
-                    raise ValueError(
-                        f"{name} of block {block} is {how}, so its level cannot learn: load the model whole, in "
-                        "floating point or as torchao's int8"
-                    )
-                weights[MatrixKey(block, level, name)] = weight
+                weights[MatrixKey(block, level, name)] = _plain_weight(getattr(module, name), name, block)
     return weights
+
+
+def _plain_weight(projection: nn.Module, name: str, block: int) -> torch.Tensor:
+    """The trained weight [o, i] of a map."""
+    # an adapter keeps the trained map as `base_layer`
+    weight = getattr(projection, "base_layer", projection).weight.detach()
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()
+    elif type(weight).__module__.partition(".")[0] != "torch":
+        # a quantised weight
+        weight = weight.dequantize()
+    # engines flatten or empty the weights that they cut
+    if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
+        how = "offloaded" if weight.is_meta else f"stored as {list(weight.shape)} {weight.dtype}"
+        raise ValueError(
+            f"{name} of block {block} is {how}, so its level cannot learn: load the model whole, in floating point or "
+            "as torchao's int8"
+        )
+    return weight
 
 
 def step(
     delta: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor, learning: LevelLearning, strength: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next delta [B, o, i] of a matrix of the given norm, and the factor [B, 1, 1] that kept it in the bound.
-
-    Rows with a `strength` [B, 1, 1] of 0 keep theirs.
-    """
+) -> torch.Tensor:
+    """The next delta [B, o, i] of a matrix of the given norm; rows with a `strength` [B, 1, 1] of 0 keep theirs."""
     takes_step = strength > 0
     if not bool(takes_step.all()):
         # the gradient may be the reason, as a number that is not finite
@@ -367,23 +374,10 @@ def step(
     size = learning.rate * norm / gradient[0].numel() ** 0.5 * strength
     moved = torch.addcmul(delta, normalised(gradient), size, value=-1)
     drift = torch.linalg.vector_norm(moved, dim=(1, 2), keepdim=True)
-    kept = (learning.drift * norm / drift.clamp_min(torch.finfo(delta.dtype).tiny)).clamp(max=1.0)
+    tiny = torch.finfo(delta.dtype).tiny
+    factor = (learning.drift * norm / drift.clamp_min(tiny)).clamp(max=1.0)
     # a row without a step is inside the bound already
-    return moved * kept if bool((kept < 1).any()) else moved, kept
-
-
-@torch.no_grad()
-def next_derivative(
-    derivative: torch.Tensor, delta: torch.Tensor, moved: torch.Tensor, kept: torch.Tensor
-) -> torch.Tensor:
-    """Derivative of a delta [B, o, i] by the logarithm of its rate after a step from `delta` to `moved` (`step`).
-
-    The gradient counts as a constant. In the bound, what changes the norm alone has no effect.
-    """
-    tiny = torch.finfo(moved.dtype).tiny
-    free = derivative - delta + moved / kept.clamp_min(tiny)
-    along = (moved * free).sum((1, 2), keepdim=True) / moved.square().sum((1, 2), keepdim=True).clamp_min(tiny)
-    return torch.where(kept < 1, kept * (free - moved * along), free)
+    return moved * factor if bool((factor < 1).any()) else moved
 
 
 def normalised(gradient: torch.Tensor) -> torch.Tensor:
@@ -391,9 +385,12 @@ def normalised(gradient: torch.Tensor) -> torch.Tensor:
 
     As in Adafactor (arXiv 1804.04235), but of this gradient alone.
     """
-    total, rows, columns = (torch.linalg.vector_norm(gradient, dim=axes, keepdim=True) for axes in ((1, 2), 2, 1))
+    total = torch.linalg.vector_norm(gradient, dim=(1, 2), keepdim=True)
+    rows = torch.linalg.vector_norm(gradient, dim=2, keepdim=True)
+    columns = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
     # a row or column of zeros stays one
-    rows, columns = (norms.masked_fill(norms == 0, 1.0) for norms in (rows, columns))
+    rows = rows.masked_fill(rows == 0, 1.0)
+    columns = columns.masked_fill(columns == 0, 1.0)
     even = gradient * (total / rows) / columns
     rms = torch.linalg.vector_norm(even, dim=(1, 2), keepdim=True) / gradient[0].numel() ** 0.5
     return even / rms.clamp_min(1.0)

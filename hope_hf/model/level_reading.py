@@ -19,15 +19,8 @@ from transformers.utils import logging
 from .cache_hope import CACHE_NAME, HopeCache, takes_cache
 from .calls import check_inputs, check_labels
 from .documents import boundaries_of, later_begins
-from .level_learning import (
-    LevelLearning,
-    LevelState,
-    empty_state,
-    learning_weights,
-    rate_factors,
-    weight_norms,
-)
-from .level_pieces import Learner, Piece, read_piece
+from .level_learning import LevelLearning, LevelState, learning_weights, weight_norms
+from .level_pieces import Learner, Piece, PieceResult, read_piece
 from .loss import IGNORED, HopeHead, next_labels, summed_cross_entropy
 
 
@@ -52,31 +45,94 @@ class LearningReport:
     state_bytes: int
 
     def __str__(self) -> str:
-        skipped = {"by the gate": self.skipped_gate, "not finite": self.skipped_not_finite}
-        told = "".join(f", {number} steps left out ({why})" for why, number in skipped.items() if number)
-        return (
-            f"read {self.tokens} tokens at {self.loss:.4f} nats per token, {sum(self.steps)} steps{told}, drift "
-            f"{100 * self.drift:.2f} %, {self.state_bytes / 1e6:.1f} MB held"
-        )
+        parts = [f"read {self.tokens} tokens at {self.loss:.4f} nats per token", f"{sum(self.steps)} steps"]
+        if self.skipped_gate:
+            parts.append(f"{self.skipped_gate} steps left out (by the gate)")
+        if self.skipped_not_finite:
+            parts.append(f"{self.skipped_not_finite} steps left out (not finite)")
+        parts += [f"drift {100 * self.drift:.2f} %", f"{self.state_bytes / 1e6:.1f} MB held"]
+        return ", ".join(parts)
 
 
 class Reading(NamedTuple):
-    """The result of `read_and_learn`."""
+    """The result of `read_and_learn`, detached."""
 
-    # after the last block and norm, of the call's kept columns [B, K, hidden_size]; `None` if none are kept
+    # after the last block and norm [B, T, hidden_size]; `None` if it is not kept
     hidden: torch.Tensor | None
-    # summed loss of each row [B] in nats (where gradients are enabled of all rows [1]), and its number of predictions
+    # summed loss of each row [B] in nats, and its number of predictions
     loss: torch.Tensor
     scored: torch.Tensor
     # the same of each piece, in the order of reading
     pieces: list[tuple[float, int]]
 
 
-def check_learning(
-    model: PreTrainedModel, cache, input_ids, attention_mask, arguments: Mapping, learning: LevelLearning | None = None
-) -> LevelLearning:
-    """`learning`, or else the model's, for its blocks; ValueError if it cannot learn from this call."""
-    learning = learning or model.config.level_learning
+@dataclass
+class Text:
+    """The tokens of a call."""
+
+    # [B, T]
+    input_ids: torch.Tensor
+    # each token's next token, -100 where it is not scored [B, T]
+    targets: torch.Tensor
+    # whether a token is no padding [B, T]
+    real: torch.Tensor
+    # whether a document begins with a token after another one of the row [B, T]
+    begins: torch.Tensor
+    # [B, columns seen + T]; `None` without padding
+    attention_mask: torch.Tensor | None
+    # [B, T]; `None`: tokens are counted
+    position_ids: torch.Tensor | None
+    # other arguments of the trunk
+    options: dict
+
+    def row(self, index: int) -> "Text":
+        """The text of one row."""
+        chosen = slice(index, index + 1)
+        return Text(
+            self.input_ids[chosen],
+            self.targets[chosen],
+            self.real[chosen],
+            self.begins[chosen],
+            attention_mask=None if self.attention_mask is None else self.attention_mask[chosen],
+            position_ids=None if self.position_ids is None else self.position_ids[chosen],
+            options=self.options,
+        )
+
+    def inputs(self, start: int, stop: int) -> dict:
+        """Arguments of the trunk for the columns from `start` to `stop`."""
+        inputs = {"input_ids": self.input_ids[:, start:stop], **self.options}
+        if self.attention_mask is not None:
+            later = self.input_ids.shape[1] - stop
+            inputs["attention_mask"] = self.attention_mask[:, : self.attention_mask.shape[1] - later]
+        if self.position_ids is not None:
+            inputs["position_ids"] = self.position_ids[:, start:stop]
+        return inputs
+
+    def piece_ends(self, tokens: torch.Tensor, period: int) -> list[list[int]]:
+        """For each row the columns at which its pieces end, the call's end included.
+
+        A piece ends with the `period`th token of a document, padding not counted, and where a document begins.
+
+        Args:
+            tokens: number that each row's document has read before the call [B].
+        """
+        rows = []
+        length = self.input_ids.shape[1]
+        for number, real, begins in zip(tokens.tolist(), self.real.tolist(), self.begins.tolist(), strict=True):
+            ends = []
+            for column in range(length):
+                if begins[column]:
+                    ends.append(column)
+                    number = 0
+                number += real[column]
+                if real[column] and number % period == 0:
+                    ends.append(column + 1)
+            rows.append(sorted({*ends, length} - {0}))
+        return rows
+
+
+def check_learning(learning: LevelLearning | None, cache, input_ids, attention_mask, arguments: Mapping) -> None:
+    """ValueError if levels cannot learn from a call."""
     if learning is None:
         raise ValueError(
             "learn=True needs `level_learning` in the configuration: set model.config.level_learning = "
@@ -98,40 +154,110 @@ def check_learning(
             f"attention_mask has the shape {tuple(attention_mask.shape)}, and learn=True takes (batch, tokens), with "
             "1 for a token and 0 for padding"
         )
-    numbers = attention_mask is not None and attention_mask.dtype != torch.bool and bool((attention_mask > 1).any())
-    if told := [*boundaries_of(arguments), *["numbers in attention_mask"] * numbers]:
+    boundaries = list(boundaries_of(arguments))
+    if attention_mask is not None and int(attention_mask.max()) > 1:
+        boundaries.append("numbers in attention_mask")
+    if boundaries:
         raise ValueError(
-            f"learn=True takes documents of a row as position_ids that restart at 0, not as {' and '.join(told)}"
+            f"learn=True takes documents of a row as position_ids that restart at 0, not as {' and '.join(boundaries)}"
         )
-    learning.check(model.config)
-    return learning.resolved(model.config)
 
 
-def later_documents(model: PreTrainedModel, cache, input_ids, attention_mask, position_ids) -> torch.Tensor | None:
-    """Tokens [B, T] at which a document begins after another one of its row; `None` if there is none.
+def text_of(model: PreTrainedModel, cache, input_ids, attention_mask, position_ids, labels, options: dict) -> Text:
+    """The tokens of a call, as `read_and_learn` takes them.
 
     Raises:
-        ValueError: the model's layers do not keep the documents apart, piece by piece.
+        ValueError: a row of several documents has padding.
     """
-    if position_ids is None:
-        return None
-    seen = cache.get_seq_length()
-    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-    begins = later_begins(real, position_ids.expand(input_ids.shape))
-    if seen:
-        begins |= (position_ids == 0) & real.bool()
-    if not bool(begins.any()):
-        return None
-    if attention_mask is not None and not bool((attention_mask == 1).all()):
-        raise ValueError("learn=True reads rows of several documents without padding: leave attention_mask out")
-    needs_mask = "mask" in model.config.needs
-    if needs_mask and (seen or model.config.keeps_state):
-        where = "beside layers of other kinds" if model.config.keeps_state else "after a cache that has read tokens"
-        raise ValueError(
-            f"'full_attention' layers {where} do not keep documents of a row apart while levels learn: give every "
-            "document a row of its own"
+    length = input_ids.shape[1]
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        real = attention_mask[:, -length:].bool()
+    begins = torch.zeros_like(real)
+    if position_ids is not None:
+        position_ids = position_ids.expand(input_ids.shape)
+        begins = later_begins(real, position_ids)
+        if cache.get_seq_length():
+            begins |= (position_ids == 0) & real
+        has_padding = attention_mask is not None and not bool((attention_mask == 1).all())
+        if has_padding and bool(begins.any()):
+            raise ValueError("learn=True reads rows of several documents without padding: leave attention_mask out")
+    elif attention_mask is not None and "mask" in model.config.needs:
+        # as `generate` counts them: padding has no position
+        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+    if labels is None:
+        labels = input_ids.masked_fill(~real, IGNORED)
+    targets = next_labels(labels).masked_fill(~real, IGNORED)
+    return Text(input_ids, targets, real, begins, attention_mask, position_ids, options)
+
+
+class TextReader:
+    """Reads a text whose rows have the same pieces, and lets the levels learn after each.
+
+    Args:
+        learner: the model, and how it learns.
+        cache: a `HopeCache`, which is read and updated.
+        text: the tokens of the call.
+        keeps_hidden: whether the result has hidden states.
+        keeps_cache: whether the cache is read later; else the last piece teaches nothing.
+        after_piece: called with the number of tokens, rows times columns, of every piece.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        cache,
+        text: Text,
+        keeps_hidden: bool = True,
+        keeps_cache: bool = True,
+        after_piece: Callable[[int], None] | None = None,
+    ):
+        self.learner, self.cache, self.text = learner, cache, text
+        self.keeps_hidden, self.keeps_cache = keeps_hidden, keeps_cache
+        self.after_piece = after_piece
+        self.results: list[PieceResult] = []
+
+    def pieces(self, ends: list[int]) -> list[Piece]:
+        """The pieces that end at these columns."""
+        text = self.text
+        pieces = []
+        for start, stop in pairwise([0, *ends]):
+            piece = Piece(
+                inputs=text.inputs(start, stop),
+                targets=text.targets[:, start:stop],
+                real=text.real[:, start:stop],
+                begins_document=bool(text.begins[0, start]),
+                teaches=self.keeps_cache or stop < ends[-1],
+            )
+            pieces.append(piece)
+        return pieces
+
+    def read(self, piece: Piece) -> None:
+        """Read a piece; the cache is updated."""
+        if piece.begins_document:
+            self.cache.levels = self.learner.empty_state(rows=len(piece.real))
+        result = read_piece(self.learner, self.cache, piece)
+        self.results.append(result if self.keeps_hidden else result._replace(hidden=None))
+        if self.after_piece is not None:
+            self.after_piece(piece.real.numel())
+
+    def result(self) -> Reading:
+        """What the pieces that were read add up to."""
+        hidden = None
+        if self.keeps_hidden:
+            hidden = torch.cat([result.hidden for result in self.results], dim=1)
+        return Reading(
+            hidden,
+            loss=torch.stack([result.loss for result in self.results]).sum(0),
+            scored=torch.stack([result.scored for result in self.results]).sum(0),
+            pieces=[(float(result.loss.sum()), int(result.scored.sum())) for result in self.results],
         )
-    return begins
+
+    def read_all(self, ends: list[int]) -> Reading:
+        """The result of all pieces, which end at these columns."""
+        for piece in self.pieces(ends):
+            self.read(piece)
+        return self.result()
 
 
 def read_and_learn(
@@ -149,109 +275,69 @@ def read_and_learn(
 ) -> Reading:
     """Read a call's tokens piece by piece, and let the levels learn after each.
 
-    Where gradients are enabled, as in training, losses and hidden states carry the graph through the effect of all
-    deltas, and of the steps' learned rates. Else everything is detached, and weights get no gradient.
-
-    Pieces of a row of several documents end at the same columns as those of one document. A document that begins
-    inside a piece is read without what the one before it taught, and the piece's step is that of the row's last
-    document alone.
+    Rows with the same pieces are read together, others one after the other, so that each is read as if alone. A
+    document begins a piece, and is read without what was learned before.
 
     Args:
         model: a causal language model of this package.
-        cache: a `HopeCache`, which is read and updated.
+        cache: a `HopeCache`, which is read and updated; after an error it is as before.
         input_ids: [B, T].
         attention_mask: [B, columns seen + T].
         position_ids: [B, T].
         labels: [B, T], the tokens themselves; a token with -100 is neither scored nor learned from.
+        keeps_hidden: whether the result has hidden states.
         keeps_cache: whether the cache is read later; else the last piece teaches nothing.
         learning: how levels learn, unless as the model's configuration says.
         after_piece: called with the number of tokens, rows times columns, that were read since the last call.
         kwargs: other arguments of the trunk.
+
+    Raises:
+        ValueError: the model or the cache cannot learn from such a call.
     """
-    learning = check_learning(model, cache, input_ids, attention_mask, kwargs, learning)
-    trains = torch.is_grad_enabled()
-    begins = later_documents(model, cache, input_ids, attention_mask, position_ids)
+    learning = learning or model.config.level_learning
+    check_learning(learning, cache, input_ids, attention_mask, kwargs)
+    learning.check(model.config)
+    learning = learning.resolved(model.config)
     weights = learning_weights(model, learning)
-    norms, factors = weight_norms(weights), rate_factors(model, learning)
     if cache.levels is not None and cache.levels.deltas.keys() != weights.keys():
         raise ValueError(
             f"the cache holds what the matrices {', '.join(map(str, cache.levels.deltas))} have learned, and "
             "`level_learning` names others: set the fields back, or call cache.reset_levels()"
         )
-    rows, length = input_ids.shape
-    seen = cache.get_seq_length()
-    real = torch.ones_like(input_ids, dtype=torch.bool)
-    if attention_mask is not None:
-        real = attention_mask[:, -length:].bool()
-    if labels is None:
-        labels = input_ids.masked_fill(~real, IGNORED)
-    targets = next_labels(labels).masked_fill(~real, IGNORED)
-    if position_ids is None and attention_mask is not None and "mask" in model.config.needs:
-        # as `generate` counts them: padding has no position
-        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-    if begins is not None and "mask" in model.config.needs:
-        number = begins.cumsum(1)
-        attention_mask = (number[:, :, None] == number[:, None]).tril()[:, None]
-    needs_hidden = keeps_hidden or trains
-
-    def piece_of(chosen: list[int], start: int, stop: int) -> Piece:
-        """The tokens of these rows and columns."""
-        cut = chosen, slice(start, stop)
-        inputs = {"input_ids": input_ids[cut], **kwargs}
-        if attention_mask is not None:
-            mask = attention_mask[chosen]
-            inputs["attention_mask"] = mask[:, : seen + stop] if mask.ndim == 2 else mask[..., start:stop, :stop]
-        if position_ids is not None:
-            inputs["position_ids"] = position_ids.expand(rows, -1)[cut]
-        later = None if begins is None else begins[cut]
-        return Piece(inputs, targets[cut], real[cut], later, teaches=keeps_cache or stop < length)
-
+    learner = Learner(model, learning, weights, weight_norms(weights))
+    text = text_of(model, cache, input_ids, attention_mask, position_ids, labels, kwargs)
+    options = dict(keeps_hidden=keeps_hidden, keeps_cache=keeps_cache, after_piece=after_piece)
     before = cache.snapshot()
     try:
-        is_new = cache.levels is None
-        if is_new:
-            cache.levels = empty_state(weights, len(learning.periods), rows)
-        cuts = _cuts(cache.levels.tokens, real, learning.periods[0])
-        groups = {cut: [row for row in range(rows) if cuts[row] == cut] for cut in cuts}
-        # Rows whose pieces end at different columns are read one after the other, so that each is cut as if alone.
-        parts = [cache] if len(groups) == 1 else [cache.select(chosen) for chosen in groups.values()]
-        results = []
-        for part, (stops, chosen) in zip(parts, groups.items(), strict=True):
-            # what an earlier call taught counts as a constant
-            derivatives = {} if is_new else {key: torch.zeros_like(part.levels.deltas[key]) for key in factors}
-            learner = Learner(model, learning, norms, factors, derivatives)
-            read = []
-            for start, stop in pairwise((0, *stops)):
-                hidden, *sums = read_piece(learner, part, piece_of(chosen, start, stop))
-                read.append((hidden if needs_hidden else None, *sums))
-                if after_piece is not None:
-                    after_piece(len(chosen) * (stop - start))
-            results.append(read)
-        order = torch.tensor([row for chosen in groups.values() for row in chosen]).argsort().to(input_ids.device)
-        if len(parts) > 1:
-            cache.join(parts, order)
+        if cache.levels is None:
+            cache.levels = learner.empty_state(rows=len(input_ids))
+        ends = text.piece_ends(cache.levels.tokens, learning.periods[0])
+        same_pieces = all(own == ends[0] for own in ends) and bool((text.begins == text.begins[:1]).all())
+        if same_pieces:
+            return TextReader(learner, cache, text, **options).read_all(ends[0])
+        parts = [cache.select([row]) for row in range(len(ends))]
+        readings = []
+        for row, part in enumerate(parts):
+            reader = TextReader(learner, part, text.row(row), **options)
+            readings.append(reader.read_all(ends[row]))
+        cache.join(parts, torch.arange(len(parts)))
+        return _joined(readings)
     except BaseException:
         cache.rollback(before)
         raise
-    loss, scored = (
-        torch.cat([torch.stack([one[at] for one in read]).sum(0) for read in results])[order] for at in (1, 2)
-    )
-    pieces = [(float(one[1].detach().sum()), int(one[2].sum())) for read in results for one in read]
+
+
+def _joined(readings: list[Reading]) -> Reading:
+    """The reading of all rows, from those of each."""
     hidden = None
-    if needs_hidden:
-        hidden = torch.cat([torch.cat([one[0] for one in read], dim=1) for read in results])[order]
-    if trains:
-        # one call for the whole text, so that the weight of the head has one gradient
-        loss = model.summed_loss(hidden, targets)[None]
-    return Reading(hidden, loss, scored, pieces)
-
-
-def _cuts(tokens: torch.Tensor, real: torch.Tensor, period: int) -> list[tuple[int, ...]]:
-    """For each row the columns at which its pieces end, the call's end included."""
-    length = real.shape[1]
-    counts = tokens[:, None].to(real.device) + real.cumsum(1)
-    ends = (counts % period == 0) & real
-    return [(*(column + 1 for column in row.nonzero()[:, 0].tolist() if column + 1 < length), length) for row in ends]
+    if readings[0].hidden is not None:
+        hidden = torch.cat([reading.hidden for reading in readings])
+    return Reading(
+        hidden,
+        loss=torch.cat([reading.loss for reading in readings]),
+        scored=torch.cat([reading.scored for reading in readings]),
+        pieces=sum([reading.pieces for reading in readings], []),
+    )
 
 
 def report_of(
@@ -260,12 +346,14 @@ def report_of(
     """What a call has taught; `before` is the state before it."""
     counts = after.counts
     if before is not None:
-        counts = {name: number - before.counts[name] for name, number in counts.items()}
-    total, scored = float(reading.loss.sum()), int(reading.scored.sum())
+        for name, number in before.counts.items():
+            counts[name] = counts[name] - number
+    scored = int(reading.scored.sum())
+    loss = float(reading.loss.sum()) / scored if scored else math.nan
     return LearningReport(
         tokens=tokens,
-        loss=total / scored if scored else math.nan,
-        losses=[loss / count for loss, count in reading.pieces if count],
+        loss=loss,
+        losses=[total / number for total, number in reading.pieces if number],
         steps=counts["steps"].sum(0).tolist(),
         skipped_gate=int(counts["skipped_gate"].sum()),
         skipped_not_finite=int(counts["skipped_not_finite"].sum()),
@@ -289,16 +377,27 @@ class LearnsFromText:
         check_inputs(self.config, input_ids, inputs_embeds)
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
-        is_given = cache is not None
-        cache = cache if is_given else HopeCache(self.config)
+        keeps_cache = cache is not None or use_cache is not False
+        if cache is None:
+            cache = HopeCache(self.config)
         reading = read_and_learn(
-            self, cache, input_ids, attention_mask, position_ids, labels, kept is not None,
-            keeps_cache=is_given or use_cache is not False, **kwargs,
-        )  # fmt: skip
-        loss = None
+            self,
+            cache,
+            input_ids,
+            attention_mask,
+            position_ids,
+            labels,
+            keeps_hidden=kept is not None,
+            keeps_cache=keeps_cache,
+            **kwargs,
+        )
+        loss = logits = None
         if labels is not None:
-            loss = reading.loss.sum() / (reading.scored.sum() if num_items_in_batch is None else num_items_in_batch)
-        logits = None if kept is None else self.lm_head(reading.hidden[:, kept])
+            predictions = reading.scored.sum() if num_items_in_batch is None else num_items_in_batch
+            loss = reading.loss.sum() / predictions
+        if kept is not None:
+            with torch.no_grad():
+                logits = self.lm_head(reading.hidden[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
 
     def summed_loss(
@@ -404,20 +503,26 @@ def learning_rate_search(
     if not rates or not texts or min(map(len, texts)) < 2:
         raise ValueError("learning_rate_search needs rates, and texts of at least two tokens: give both.")
     fields = model.config.level_learning or LevelLearning()
-    of_ratio = fields if fields.rate else LevelLearning()
-    ratio = of_ratio.drift / of_ratio.rate
-    tried = [replace(fields, rate=rate, drift=min(1.0, ratio * rate)) for rate in rates]
+    reference = fields if fields.rate else LevelLearning()
+    ratio = reference.drift / reference.rate
+    best, least = None, math.inf
+    for rate in rates:
+        learning = replace(fields, rate=rate, drift=min(1.0, ratio * rate))
+        loss = _loss_while_learning(model, texts, learning)
+        if best is None or loss < least:
+            best, least = learning, loss
+    return best
 
-    @torch.no_grad()
-    def loss(one: LevelLearning) -> float:
-        total = 0.0
-        for text in texts:
-            check_inputs(model.config, text[None])
-            # an argument, since other threads may learn with the configuration
-            reading = read_and_learn(
-                model, HopeCache(model.config), text[None], keeps_hidden=False, keeps_cache=False, learning=one
-            )
-            total += float(reading.loss.sum())
-        return total if math.isfinite(total) else math.inf
 
-    return min(tried, key=loss)
+@torch.no_grad()
+def _loss_while_learning(model: PreTrainedModel, texts: list[torch.Tensor], learning: LevelLearning) -> float:
+    """Summed loss in nats of texts [T], each read from its start; infinity for a number that is not finite."""
+    total = 0.0
+    for text in texts:
+        check_inputs(model.config, text[None])
+        # `learning` is an argument, since other threads may learn with the configuration
+        reading = read_and_learn(
+            model, HopeCache(model.config), text[None], keeps_hidden=False, keeps_cache=False, learning=learning
+        )
+        total += float(reading.loss.sum())
+    return total if math.isfinite(total) else math.inf

@@ -54,7 +54,7 @@ class HopeBlock(GradientCheckpointingLayer):
         self.kernels = asked_kernels()
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
-        self.continuum = CONTINUA[config.level_variant](config, layer_idx)
+        self.continuum = CONTINUA[config.level_variant](config)
         for projection in (self.mixer.o_proj, *(level.down_proj for level in self.continuum.levels)):
             projection.ends_branch = True
 
@@ -70,7 +70,7 @@ class HopeBlock(GradientCheckpointingLayer):
         Args:
             hidden_states: [B, T, hidden_size].
             state: the mixer's state.
-            deltas: what the text so far has taught this block's levels (`level_learning.taught_by_block`).
+            deltas: what the text so far has taught this block's levels (`level_learning.deltas_by_block`).
             context: what `Mixer.needs` names.
         """
         memory = fast_levels = None

@@ -81,8 +81,6 @@ def _with_defaults(args: Arguments, named: set[str]) -> Arguments:
         decided = {
             VOCAB_SIZE: vocab_size is not None,
             "per_device_train_batch_size": deepspeed_json().get(MICRO_BATCH, "auto") != "auto",
-            # A row has several pieces.
-            "block_size": args.level_learning != "none",
         }
         named = named | {name for name, is_decided in decided.items() if is_decided}
         size = size_of_files(args.train_file, "--train_file")
@@ -106,7 +104,6 @@ def _warn_of_ignored(args: Arguments, named: set[str]):
         ("shuffle_buffer_size", not args.streaming, "only --streaming has one"),
         ("shuffle_buffer_size", args.document_boundary == "carry", "--document_boundary carry keeps the text's order"),
         ("lora_alpha", args.lora_rank is None, "--lora_rank is not given"),
-        ("level_learning_period", args.level_learning == "none", "--level_learning is not given"),
         ("keep_every", not args.checkpointing_steps, "--checkpointing_steps is 0"),
         ("num_warmup_steps", args.lr_scheduler_type == "constant", "constant has none (constant_with_warmup has)"),
         ("run_name", args.report_to == "none", "--report_to names no tracker"),

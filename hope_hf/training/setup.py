@@ -50,7 +50,6 @@ from .initial import (
 )
 from .process import shows_bars
 from .schedule import ENDLESS, Schedule, continued, describe_change, saved_schedule, schedule_of
-from .sequence import add_rates, check_learning, set_learning
 from .watch.profile import check_profiled
 
 SYNTHETIC = "synthetic"
@@ -134,7 +133,6 @@ def _build_data_and_config(args: Arguments, engine: Engine, saved: SavedRun | No
     pretrained = None
     if args.model_name_or_path:
         pretrained = load_config(args.model_name_or_path, "model_name_or_path", args.part(ModelArguments))
-        set_learning(args.part(OptimizationArguments), pretrained)
     vocab_size = pretrained.vocab_size if pretrained else named_vocabulary(args.config_overrides)
     if vocab_size is None and args.dataset_name == SYNTHETIC and not args.tokenizer_name:
         vocab_size = DEFAULT_VOCAB_SIZE
@@ -247,9 +245,7 @@ def _schedule_of_checkpoint(saved: SavedRun) -> tuple[Schedule, float]:
 
 
 def _new_config(args: Arguments, tokenizer, vocab_size: int) -> PreTrainedConfig:
-    config = build_config(args.part(ModelArguments), tokenizer, vocab_size, hope_hf.PRESETS)
-    set_learning(args.part(OptimizationArguments), config)
-    return config
+    return build_config(args.part(ModelArguments), tokenizer, vocab_size, hope_hf.PRESETS)
 
 
 def _check_model(
@@ -261,8 +257,6 @@ def _check_model(
     """
     config = pretrained or _new_config(args, None, vocab_size or LARGEST_VOCABULARY)
     check_block_size(block_size, config)
-    if args.level_learning != "none":
-        check_learning(config, block_size, args.document_boundary, args.torch_compile, engine)
     if args.document_boundary == "carry":
         _check_carry(config)
     if args.train_only == "memories" and not (is_hope(config) and config.has_memories):
@@ -319,7 +313,6 @@ def _build_model(
         warn_once(f"{error} The dry run goes on without the model's numbers.")
         return build_fake(options, config), None
     model = build_model(options, config)
-    add_rates(model, config)
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.model_name_or_path)
     return model, None

@@ -56,7 +56,6 @@ from .parsing import repo_id
 from .preflight.facts import FreeMemory, RoomOptions, read_free_memory, read_room
 from .preflight.room import require_room
 from .process import StopAfter, StopSignal, leave, prepare_process, sum_over_processes
-from .sequence import learning_inputs
 from .setup import RunParts, build_all, reads_anew
 from .state import CarriedMemory, LoopState
 from .watch.monitor import Monitor, Silence
@@ -80,7 +79,6 @@ class Training:
         start_step: number of steps done before.
         record: content of the folder's run.json.
         flops_per_token: FLOPs of forward and backward pass per token.
-        learning: arguments of every forward pass in training, for what levels learn.
         checkpoints: by step, the folders of checkpoints that this run wrote or continued from.
     """
 
@@ -90,7 +88,6 @@ class Training:
     start_step: int
     record: dict
     flops_per_token: int
-    learning: dict
     checkpoints: dict[int, Path]
 
 
@@ -247,7 +244,6 @@ def new_run(
         start_step=0,
         record=record,
         flops_per_token=flops,
-        learning=learning_inputs(args.level_learning),
         checkpoints={},
     )
 
@@ -467,7 +463,7 @@ def _add_gradients(engine: Engine, training: Training, monitor: Monitor, window:
         inputs, labels = send_to_device((model_inputs(batch), batch["labels"]), device, non_blocking=True)
         with engine.accelerator.accumulate(training.model):
             with monitor.forward():
-                inputs |= carry.inputs() | training.learning
+                inputs |= carry.inputs()
                 loss = summed_loss(training.model, inputs, labels, skips_logits)
             engine.backward(loss * engine.loss_scale(tokens))
         carry.hand_over()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import warm_python
 import yaml
-from training_runs import GPT2, HOPE, HOPE_HYBRID, HOPE_SPARSE, LEVELS, LLAMA, ROOT, curve, reset_accelerate
+from training_runs import GPT2, HOPE, HOPE_HYBRID, HOPE_SPARSE, LLAMA, ROOT, curve, reset_accelerate
 
 HERE = Path(__file__).parent
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -28,12 +28,12 @@ SMALL += ["--vector_learning_rate", "1e-2", "--cpu_threads", "1", "--save_total_
 FP16 = ["fp16", "fp16 continued"]
 # Processes, and what is run on them.
 ENGINES = {
-    "ddp": (2, ["dry", "hope", "hope-sparse", "muon", "poisoned", "fp16", "moved", "levels", "shards"]),
+    "ddp": (2, ["dry", "hope", "hope-sparse", "muon", "poisoned", "fp16", "moved", "shards"]),
     "fsdp2": (
         2,
         [
             "dry", "hope", "hope-sparse", "llama", "reduced", "gpt2", "muon", "poisoned", *FP16, "continued", "moved",
-            "levels", "drawn", "loaded",
+            "drawn", "loaded",
         ],
     ),
     "fsdp1": (2, ["dry", "hope", "llama", "reduced", "gpt2", "poisoned", "fp16", "moved", "drawn", "loaded"]),
@@ -57,7 +57,6 @@ RUNS = {
     "muon": ([*HOPE, "--optimizer", "muon", "--adam_epsilon", "1e-3"], 4, 1),
     "poisoned": (LLAMA, 4, 1),
     "fp16": (HOPE, 5, 1),
-    "levels": (LEVELS, 4, 1),
     "shards": (LLAMA, 4, 1),
     "drawn": (HOPE_HYBRID, 2, 1),
     "loaded": ([], 2, 1),

@@ -41,10 +41,9 @@ def test_a_small_text_gets_small_steps_and_several_passes(size, epochs, tmp_path
     assert found == dict(zip(SIZED, (256, 4, 2e-3, epochs), strict=True))
 
 
-def test_a_wide_model_gets_a_lower_rate_and_rows_of_pieces_stay_long(tmp_path):
+def test_a_wide_model_gets_a_lower_rate(tmp_path):
     small = ["--train_file", text_of(1000, tmp_path)]
     assert values([*small, "--config_name", "pilot"], tmp_path)["learning_rate"] == pytest.approx(7e-4)
-    assert values([*small, "--level_learning", "sequence"], tmp_path)["block_size"] is None
 
 
 def test_rows_of_a_deepspeed_json_are_given(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from hope_hf.training.parsing import parse, repo_id
 # The flags that the project promises, besides --output_dir and --document_boundary.
 PROMISED = """
 model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
-dataset_mixture train_shards level_learning level_learning_period
+dataset_mixture train_shards
 dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
 text_column on_bad_rows assistant_only_loss long_chats lora_rank lora_alpha
 max_eval_samples streaming shuffle_buffer_size preprocessing_num_workers block_size per_device_train_batch_size

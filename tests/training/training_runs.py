@@ -39,13 +39,6 @@ HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",layer_types=[full_attention,full_attentio
 SPARSE = "sparse_block_size=8,sparse_compress_stride=4,sparse_top_k=3,sparse_window=8"
 HOPE_SPARSE = [HOPE[0], HOPE[1] + f",layer_types=[hope_memory,sparse_attention],{SPARSE}"]
 HOPE_HYBRID = [HOPE[0], HOPE[1] + ",layer_types=[hope_memory,full_attention]"]
-# Without the gate, since a new model's loss is that of a uniform guess.
-LEARNING = dict(blocks=[0, 1], rate=0.1, drift=0.3, gate=False)
-SIZES = dict(
-    hidden_size=64, num_hidden_layers=2, level_intermediate_sizes=[32, 32], level_periods=[256, 512],
-    memory_chunk_size=8, level_learning=LEARNING,
-)  # fmt: skip
-LEVELS = ["--config_overrides", json.dumps(SIZES), "--level_learning", "sequence", "--level_learning_period", "8"]
 
 # With these a run has its checkpoints 4 and 8, and the fixture `trained` its flags.
 EVERY_FOURTH = ["--checkpointing_steps", "4", "--eval_steps", "4", "--save_total_limit", "9"]

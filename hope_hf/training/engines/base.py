@@ -35,7 +35,6 @@ class EngineOptions(MemoryArguments):
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     max_grad_norm: float = 1.0
-    level_learning: str = "none"
     save_sharded: bool = False
 
 
@@ -94,9 +93,6 @@ class Engine:
     """Whether it shards a model on the meta device, whose values are set afterwards (`--init sharded`)."""
     shards_weights = False
     """Whether a process holds only slices of the weights."""
-    trains_levels = True
-    """Whether `--level_learning` runs: a forward pass reads its blocks once for every piece, and goes back through
-    them."""
     autocasts = True
     """Whether autocast lowers the precision, and not a copy of the weights."""
     whole_gradients: torch.dtype | None = None

@@ -20,7 +20,6 @@ class FSDP1(Engine):
     flattens = True
     fills_shards = True
     shards_weights = True
-    trains_levels = False
     autocasts = False
 
     def __init__(self, accelerator: Accelerator, options: EngineOptions):

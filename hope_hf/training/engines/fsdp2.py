@@ -1,8 +1,6 @@
 """Fully sharded data parallelism of torch, version 2: every process holds rows of each parameter."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -35,7 +33,6 @@ class FSDP2(Engine):
         if launch.strategy.offloads:
             self.name += ", offloaded to the CPU"
         self._prefetch = options.fsdp_prefetch
-        self._passes_once = options.level_learning == "none"
         if options.init == "sharded" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             warn_once("fsdp_cpu_ram_efficient_loading in the launch file is ignored: --init sharded decides.")
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
@@ -62,8 +59,7 @@ class FSDP2(Engine):
             # accelerate would wrap lists of modules too, and fail.
             plugin.auto_wrap_policy = transformer_auto_wrap_policy
             plugin.transformer_cls_names_to_wrap = classes_by_size(model, plugin.min_num_params)
-        with _embeddings_in_root(model, self._passes_once):
-            super().prepare(model, optimizer)
+        super().prepare(model, optimizer)
         assert isinstance(self.wrapped, FSDPModule)
         # Sharded in place.
         self.model = self.wrapped
@@ -122,24 +118,6 @@ class FSDP2(Engine):
 
     def _gathered(self, norm: Tensor) -> Tensor:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-@contextmanager
-def _embeddings_in_root(model: PreTrainedModel, passes_once: bool) -> Iterator[None]:
-    """Hide a model's embeddings from accelerate, unless a step passes once through the model.
-
-    accelerate makes one unit of norm and head, whose weights are only there for one pass through both in turn.
-    """
-    if passes_once:
-        yield
-        return
-    hidden = dict.fromkeys(("get_input_embeddings", "get_output_embeddings"), lambda: None)
-    model.__dict__.update(hidden)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del model.__dict__[name]
 
 
 def _place(tensor: DTensor) -> tuple[int, bool]:

@@ -55,7 +55,6 @@ class Zero(Engine):
     """Stages 2 and 3. DeepSpeed flattens parameters, so that no process holds whole matrices of an update."""
 
     flattens = True
-    trains_levels = False
 
     def __init__(self, accelerator: Accelerator, options: EngineOptions):
         """Raises ValueError if the DeepSpeed file contradicts a flag."""

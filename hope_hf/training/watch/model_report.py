@@ -8,8 +8,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from hope_hf import CACHE_NAME
-
 
 def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
     """Mixers that report on their memories, by layer."""
@@ -77,36 +75,6 @@ def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
         rows[f"level/{level}/updates"] = report["updates"]
         rows[f"level/{level}/tokens_since_update"] = report["steps_since_update"] * tokens_per_step
     return rows
-
-
-@contextmanager
-def learning_statistics(model: nn.Module, rows: dict[str, float | Tensor], enabled: bool):
-    """While open, the first pass in which levels learn adds what they learned to `rows`, as `level/<level>/<name>`.
-
-    Steps and periods left out are means over the rows of the batch, the drift is the largest. All processes open this
-    together, since sharded weights have to be gathered for their norms.
-    """
-    if not enabled or not hasattr(model, "level_drifts"):
-        yield
-        return
-    handle = model.register_forward_hook(partial(_add_learning, rows, set()))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _add_learning(rows: dict, done: set[str], model: nn.Module, arguments: tuple, outputs) -> None:
-    cache = getattr(outputs, CACHE_NAME, None)
-    if done or getattr(cache, "levels", None) is None:
-        return
-    with torch.no_grad():
-        by_name = {name: count.double().mean(0) for name, count in cache.levels.counts.items()}
-        by_name["drift"] = model.level_drifts(cache).amax(0)
-    for name, values in by_name.items():
-        for level, value in enumerate(values.tolist()):
-            rows[f"level/{level}/{name}"] = value
-    done.update(by_name)
 
 
 # Stands for the layer in names of rows of all layers together.

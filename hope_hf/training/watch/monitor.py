@@ -15,7 +15,6 @@ from .model_report import (
     KernelReport,
     MixerReport,
     initial_state_gradients,
-    learning_statistics,
     level_rows,
     memory_statistics,
 )
@@ -102,7 +101,6 @@ class Monitor:
         model = self._engine.model
         with (
             memory_statistics(model, self._rows, enabled=is_first),
-            learning_statistics(model, self._rows, enabled=is_first),
             self._mixers.forward(self._logs),
         ):
             yield

@@ -64,17 +64,7 @@ SPARSE_PANELS = (
         "sparse",
     ),
 )
-# The last two are drawn if levels learn from the text.
-LEVEL_PANELS = (
-    Panel("updates of the levels", "updates", ("updates",), "level"),
-    Panel(
-        "learning: steps (-), gated (--), not finite (:)",
-        "periods of a row",
-        ("steps", "skipped_gate", "skipped_not_finite"),
-        "level",
-    ),
-    Panel("learning: largest drift", "norm over the matrix's", ("drift",), "level"),
-)
+LEVEL_PANEL = Panel("updates of the levels", "updates", ("updates",), "level")
 SHARES = ("share_compressed", "share_selected", "share_window")
 SHARES_PANEL = Panel("sparse attention: branches", "share", SHARES, "shares")
 STYLES = ("-", "--", ":")
@@ -97,9 +87,8 @@ def draw_memory(folder: str | Path, target: str | Path) -> None:
     panels = [panel for panel in LAYER_PANELS + SPARSE_PANELS if panel.kind in numbers]
     if "sparse" in numbers:
         panels.append(SHARES_PANEL)
-    for panel in LEVEL_PANELS:
-        if any(f"level/{level}/{panel.names[0]}" in row for row in rows for level in numbers.get("level", ())):
-            panels.append(panel)
+    if "level" in numbers:
+        panels.append(LEVEL_PANEL)
     lines = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(13, 3.5 * lines), layout="constrained")
     axes = list(figure.subplots(lines, 3, sharex=True, squeeze=False).flat)

@@ -7,9 +7,8 @@ import torch
 from training_runs import HOPE
 
 from hope_hf.model import memory_mixer
-from hope_hf.model.cache_hope import CACHE_NAME
 from hope_hf.training.watch import model_report
-from hope_hf.training.watch.model_report import MixerReport, learning_statistics
+from hope_hf.training.watch.model_report import MixerReport
 
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=3, sparse_window=8)
 
@@ -125,24 +124,3 @@ def test_those_of_all_processes_and_layers_count(monkeypatch, tiny_model):
     assert report.rows() == {NAME: 1}
     lines = report.table().splitlines()
     assert lines[-2:] == ["| memory_scan | 5 | another GPU |", "| memory_scan | 3 | it rains |"]
-
-
-def test_levels_that_learn_are_reported(tiny_model):
-    learning = dict(periods=[8], rate=0.3, drift=2.0, gate=False, brake=0.0)
-    levels = dict(level_periods=[1], level_intermediate_sizes=[40], layer_types=["full_attention"] * 2)
-    model, rows = tiny_model(level_learning=learning, **levels), {}
-    with learning_statistics(model, rows, True):
-        model(ids(2), labels=ids(2))
-        assert not rows
-        out = model(ids(2), labels=ids(2), learn=True)
-        # the first pass alone
-        model(ids(1), labels=ids(1), learn=True)
-    (key,) = out[CACHE_NAME].levels.deltas
-    weight = model.model.layers[key.block].continuum.levels[0].down_proj.weight
-    drift = rows.pop("level/0/drift")
-    assert rows == {"level/0/steps": 5.0, "level/0/skipped_gate": 0.0, "level/0/skipped_not_finite": 0.0}
-    largest = out[CACHE_NAME].levels.deltas[key].norm(dim=(1, 2)).max() / weight.norm()
-    assert drift == pytest.approx(float(largest), rel=1e-5) and drift > 0.1
-    with learning_statistics(model, rows, False):
-        model(ids(2), learn=True)
-    assert "level/0/drift" not in rows and not model._forward_hooks
