@@ -6,7 +6,7 @@ from huggingface_hub.errors import StrictDataclassError
 from learning_models import random_ids
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hope_hf import HopeCache
+from hope_hf import CACHE_NAME, HopeCache
 from hope_hf.model.rotary import HopeRotaryEmbedding
 
 LENGTH = 24
@@ -88,7 +88,7 @@ def test_up_to_the_trained_length_values_are_llamas(with_rope):
     expected = llama.rotary_emb(x, positions)
     assert all(torch.equal(*pair) for pair in zip(ours(x, positions), expected, strict=True))
     # the peer changes its own frequencies beyond
-    llama(random_ids(1, 2 * LENGTH), past_key_values=DynamicCache())
+    llama(random_ids(1, 2 * LENGTH), **{CACHE_NAME: DynamicCache()})
     assert not torch.equal(llama.rotary_emb.inv_freq, ours.inv_freq)
 
 
