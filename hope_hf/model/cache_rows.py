@@ -55,14 +55,19 @@ class CacheRows(Rows):
         if not lengths or not min(lengths):
             raise ValueError("joined takes caches that have read a text: give at least one, and none that is empty")
         columns = max(lengths)
-        parts = [cache._behind_padding(columns - length) for cache, length in zip(caches, lengths, strict=True)]
         needed = [(cache.num_sequences, length) for cache, length in zip(caches, lengths, strict=True)]
-        masks = attention_masks or [torch.ones(shape).long() for shape in needed]
-        shapes = [tuple(own.shape) for own in masks]
+        if attention_masks is None:
+            attention_masks = [torch.ones(shape, dtype=torch.long) for shape in needed]
+        shapes = [tuple(mask.shape) for mask in attention_masks]
         if shapes != needed:
             raise ValueError(f"attention_masks have the shapes {shapes}, and {needed} are needed: rows, tokens read")
-        mask = torch.cat([F.pad(own, (columns - own.shape[1], 0)) for own in masks])
-        return parts[0].join(parts, torch.arange(len(mask))), mask
+        parts, masks = [], []
+        for cache, mask in zip(caches, attention_masks, strict=True):
+            missing = columns - mask.shape[1]
+            parts.append(cache._behind_padding(missing))
+            masks.append(F.pad(mask, (missing, 0)))
+        mask = torch.cat(masks)
+        return parts[0].join(parts), mask
 
     def split(self, attention_mask: torch.Tensor | None = None) -> list["CacheRows"]:
         """A cache of every row, without padding; this one stays.
@@ -88,21 +93,33 @@ class CacheRows(Rows):
         part = self._copied()
         return part.map(lambda tensor: tensor[rows])
 
-    def join(self, parts: list["CacheRows"], order: torch.Tensor) -> "CacheRows":
-        """Become the rows of `parts` one after the other, in the order `order` [B]; all have read as many columns."""
+    def join(self, parts: list["CacheRows"]) -> "CacheRows":
+        """Become the rows of `parts` one after the other; all have read as many columns."""
         _share_levels(parts)
-        tensors: list[list[torch.Tensor]] = [[] for _ in parts]
-        for part, held in zip(parts, tensors, strict=True):
-            part.map(lambda tensor, held=held: held.append(tensor) or tensor)
-        if len({len(held) for held in tensors}) > 1:
+        tensors = [part.tensors() for part in parts]
+        if len(set(map(len, tensors))) > 1:
             raise ValueError("the caches have other layers than each other: join those of one model")
-        rows = iter(_concatenated(same)[order.to(same[0].device)] for same in zip(*tensors, strict=True))
-        is_uniform = all(layer.past.is_uniform for part in parts for layer in part.memory_layers)
+        rows = iter([_concatenated(same) for same in zip(*tensors, strict=True)])
+        is_uniform = True
+        for part in parts:
+            for layer in part.memory_layers:
+                is_uniform &= layer.past.is_uniform
         self.layers, self.levels = parts[0].layers, parts[0].levels
         self.map(lambda tensor: next(rows))
         for layer in self.memory_layers:
             layer.past = layer.past._replace(is_uniform=is_uniform)
         return self
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All batch-first tensors, in the order of `map`."""
+        tensors = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        self.map(collect)
+        return tensors
 
     def _behind_padding(self, missing: int) -> "CacheRows":
         """A copy with that many columns of padding in front."""
@@ -111,7 +128,8 @@ class CacheRows(Rows):
             if is_memory_layer(layer):
                 layer.past = layer.past._replace(columns=layer.past.columns + missing, is_uniform=False)
             else:
-                layer.keys, layer.values = (F.pad(part, (0, 0, missing, 0)) for part in (layer.keys, layer.values))
+                layer.keys = F.pad(layer.keys, (0, 0, missing, 0))
+                layer.values = F.pad(layer.values, (0, 0, missing, 0))
         return copied
 
     def _keep_columns(self, real: torch.Tensor) -> None:
@@ -122,32 +140,45 @@ class CacheRows(Rows):
                 is_uniform = int(layer.past.seen) == kept
                 layer.past = layer.past._replace(columns=kept, is_uniform=is_uniform)
             else:
-                own = real.to(layer.keys.device)
-                layer.keys, layer.values = layer.keys[:, :, own], layer.values[:, :, own]
+                real_of_layer = real.to(layer.keys.device)
+                layer.keys = layer.keys[:, :, real_of_layer]
+                layer.values = layer.values[:, :, real_of_layer]
 
 
 def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The rows of all; blocks that sparse attention holds of some rows alone are empty in the others."""
-    if len({part.shape[1:] for part in parts}) == 1:
+    first = parts[0]
+    if all(part.shape[1:] == first.shape[1:] for part in parts):
         return torch.cat(parts)
-    shapes = {part.shape[1:2] + part.shape[3:] for part in parts}
-    if len(shapes) > 1 or any(part.ndim < 4 for part in parts):
-        raise ValueError("the caches hold tensors of other shapes than each other: join those of one model")
-    most = max(part.shape[2] for part in parts)
-    unchanged = (0, 0) * (parts[0].ndim - 3)
-    return torch.cat([F.pad(part, (*unchanged, 0, most - part.shape[2])) for part in parts])
+    longest = max(part.shape[2] if part.ndim > 3 else 0 for part in parts)
+    padded = []
+    for part in parts:
+        if part.ndim < 4 or part.shape[1:2] + part.shape[3:] != first.shape[1:2] + first.shape[3:]:
+            raise ValueError("the caches hold tensors of other shapes than each other: join those of one model")
+        unchanged = (0, 0) * (part.ndim - 3)
+        padded.append(F.pad(part, (*unchanged, 0, longest - part.shape[2])))
+    return torch.cat(padded)
 
 
 def _share_levels(parts: Sequence[CacheRows]) -> None:
     """Give all parts the same matrices and open gradients of levels; what a part has not learned is 0."""
-    states: list[LevelState] = [part.levels for part in parts if part.levels is not None]
-    if not states:
+    learned = [part.levels for part in parts if part.levels is not None]
+    if not learned:
         return
+    open_periods = set()
+    for levels in learned:
+        open_periods.update(levels.gradients)
     for part in parts:
         if part.levels is None:
-            rows = [0] * part.num_sequences
-            part.levels = states[0].map(lambda tensor, rows=rows: torch.zeros_like(tensor[rows]))
-    keys = {key: gradient for part in parts for key, gradient in part.levels.gradients.items()}
-    for part in parts:
-        zeros = {key: torch.zeros_like(part.levels.deltas[key]) for key in keys}
-        part.levels = part.levels._replace(gradients=zeros | part.levels.gradients)
+            part.levels = _without_rows(learned[0], part.num_sequences)
+        gradients = dict(part.levels.gradients)
+        for key in open_periods - gradients.keys():
+            gradients[key] = torch.zeros_like(part.levels.deltas[key])
+        # the order of keys is that in which tensors are joined
+        gradients = {key: gradients[key] for key in sorted(gradients)}
+        part.levels = part.levels._replace(gradients=gradients)
+
+
+def _without_rows(levels: LevelState, rows: int) -> LevelState:
+    """The state of `rows` rows that have learned nothing."""
+    return levels.map(lambda tensor: tensor.new_zeros(rows, *tensor.shape[1:]))

@@ -320,7 +320,7 @@ def read_and_learn(
         for row, part in enumerate(parts):
             reader = TextReader(learner, part, text.row(row), **options)
             readings.append(reader.read_all(ends[row]))
-        cache.join(parts, torch.arange(len(parts)))
+        cache.join(parts)
         return _joined(readings)
     except BaseException:
         cache.rollback(before)
