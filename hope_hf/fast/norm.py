@@ -52,8 +52,8 @@ class _GatedNorm(torch.autograd.Function):
                 product.mul_(active)
                 torch.mul(active, weight, out=into).mul_(above)
             grad_weight.add_(product.flatten(0, -2).sum(0))
-            along = product.mul_(weight).sum(-1, keepdim=True).div_(x.shape[-1])
-            into.addcmul_(unit, along, value=-1).mul_(factor)
+            row_dot = product.mul_(weight).sum(-1, keepdim=True).div_(x.shape[-1])
+            into.addcmul_(unit, row_dot, value=-1).mul_(factor)
         return grad_x, grad_weight, grad_gate, None
 
 

@@ -87,13 +87,13 @@ class _QueryTile(NamedTuple):
 
 
 def _tile(
-    cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, dark: bool
+    cut: slice, keys: slice, columns: list[slice], visible: Callable, like: torch.Tensor, may_see_nothing: bool
 ) -> _QueryTile:
     """A tile in which all queries see all keys outside `columns`; `visible` gives the mask [..., n, m] inside."""
     hidden, sees = [], None
     for part in columns:
         seen = visible(part)[:, None, :, None]
-        if dark:
+        if may_see_nothing:
             sees = seen.any(-1, keepdim=True)
             seen, sees = seen | ~sees, sees.to(like.dtype)
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
@@ -150,7 +150,7 @@ def _window_tiles(queries, base: int, first, window: int) -> Iterator[_QueryTile
             if last == stop - start:
                 yield _QueryTile(cut, slice(low, stop), hidden)
                 continue
-        tile = _tile(cut, slice(low, stop), columns, visible, queries, dark=False)
+        tile = _tile(cut, slice(low, stop), columns, visible, queries, may_see_nothing=False)
         if len(columns) == 2:
             last, hidden = stop - start, tile.hidden
         yield tile
@@ -167,7 +167,7 @@ def _compressed_tiles(queries, base: int, first, stride: int) -> Iterator[_Query
 
         seen_by_all = 0 if first is not None else (base + cut.start + 1) // stride
         columns = slice(seen_by_all, high)
-        yield _tile(cut, slice(0, high), [columns], visible, queries, dark=not seen_by_all)
+        yield _tile(cut, slice(0, high), [columns], visible, queries, may_see_nothing=not seen_by_all)
 
 
 class _Tiled(torch.autograd.Function):
@@ -189,15 +189,15 @@ class _Tiled(torch.autograd.Function):
             query, gate, part = (of[:, :, tile.queries] for of in (queries, gates, grad))
             key, value, rows = keys[:, :, tile.keys], values[:, :, tile.keys], part.flatten(2, 3)
             attention = _attention(query, key, tile)
-            through = rows @ value.mT
+            grad_scores = rows @ value.mT
             # the read times its gradient: also the gradient of the gate
-            along = torch.linalg.vecdot(attention, through).unsqueeze(-1)
-            grad_gates[:, :, tile.queries] = along.unflatten(2, query.shape[2:4])
+            row_dot = torch.linalg.vecdot(attention, grad_scores).unsqueeze(-1)
+            grad_gates[:, :, tile.queries] = row_dot.unflatten(2, query.shape[2:4])
             attention.mul_(gate.flatten(2, 3))
             grad_values[:, :, tile.keys] += attention.mT @ rows
-            through.sub_(along).mul_(attention)
-            grad_keys[:, :, tile.keys] += through.mT @ query.flatten(2, 3)
-            grad_queries[:, :, tile.queries] += (through @ key).unflatten(2, query.shape[2:4])
+            grad_scores.sub_(row_dot).mul_(attention)
+            grad_keys[:, :, tile.keys] += grad_scores.mT @ query.flatten(2, 3)
+            grad_queries[:, :, tile.queries] += (grad_scores @ key).unflatten(2, query.shape[2:4])
         return grad_queries, grad_keys, grad_values, grad_gates
 
 
@@ -319,9 +319,9 @@ class _Selected(torch.autograd.Function):
             before, count = part.view(-1, 2).split(1, dim=-1)
             after = torch.maximum(before, scores.amax(-1, keepdim=True))
             scores.sub_(after).exp2_()
-            left = (before - after).exp2_()
-            read.view(query.shape).mul_(left).addmm_(scores, values_of[key_block.head][key_block.keys])
-            count.mul_(left).add_(scores.sum(-1, keepdim=True))
+            rescale = (before - after).exp2_()
+            read.view(query.shape).mul_(rescale).addmm_(scores, values_of[key_block.head][key_block.keys])
+            count.mul_(rescale).add_(scores.sum(-1, keepdim=True))
             before.copy_(after)
             for of, new in ((reads_of, read), (sums_of, part)):
                 of[key_block.head].index_copy_(0, key_block.queries, new)
@@ -337,26 +337,26 @@ class _Selected(torch.autograd.Function):
     def backward(ctx, grad, grad_queries, grad_keys, grad_values):
         queries, keys, values, gates, reads = ctx.saved_tensors
         # the read times its gradient: also the gradient of the gate
-        along = torch.empty_like(gates)
-        for whole, *both in zip(*(part.split(_QUERY_TILE, dim=2) for part in (along, grad, reads)), strict=True):
+        row_dot = torch.empty_like(gates)
+        for whole, *both in zip(*(part.split(_QUERY_TILE, dim=2) for part in (row_dot, grad, reads)), strict=True):
             whole[..., 0] = torch.linalg.vecdot(*both)
         # three numbers per query and head, gathered together
-        facts = torch.cat([ctx.sums, along, gates], dim=-1)
+        facts = torch.cat([ctx.sums, row_dot, gates], dim=-1)
         # the next branch's gradients are added to in place
         rows_of, grad_of, facts_of, grad_rows_of = map(_rows_by_head, (queries, grad, facts, grad_queries))
         keys_of, values_of, grad_keys_of, grad_values_of = map(_by_head, (keys, values, grad_keys, grad_values))
         for key_block in ctx.key_blocks:
-            head, near = key_block.head, key_block.keys
+            head, keys_of_block = key_block.head, key_block.keys
             query, attention = _Selected.scores(rows_of, keys_of, key_block)
             part, known = (of[head].index_select(0, key_block.queries) for of in (grad_of, facts_of))
             part, (total, read, gate) = part.view(query.shape), known.view(-1, 3).split(1, dim=-1)
             attention.sub_(total).exp2_().mul_(gate)
-            grad_values_of[head][near].addmm_(attention.mT, part)
-            grad_scores = (part @ values_of[head][near].mT).sub_(read).mul_(attention)
-            grad_keys_of[head][near].addmm_(grad_scores.mT, query)
-            through = (grad_scores @ keys_of[head][near]).view(len(key_block.queries), -1)
-            grad_rows_of[head].index_add_(0, key_block.queries, through)
-        return grad_queries, grad_keys, grad_values, along, None, None, None
+            grad_values_of[head][keys_of_block].addmm_(attention.mT, part)
+            grad_scores = (part @ values_of[head][keys_of_block].mT).sub_(read).mul_(attention)
+            grad_keys_of[head][keys_of_block].addmm_(grad_scores.mT, query)
+            grad_rows = (grad_scores @ keys_of[head][keys_of_block]).view(len(key_block.queries), -1)
+            grad_rows_of[head].index_add_(0, key_block.queries, grad_rows)
+        return grad_queries, grad_keys, grad_values, row_dot, None, None, None
 
 
 def read_selected(
@@ -445,8 +445,8 @@ class _Qkv(torch.autograd.Function):
                 direction = part.mul_(inverse)
                 total.add_((grad * direction).sum_to_size(norm.shape))
                 grad.mul_(norm)
-                along = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
-                grad.addcmul_(direction, along, value=-1).mul_(inverse)
+                row_dot = torch.linalg.vecdot(grad, direction).div_(width).unsqueeze(-1)
+                grad.addcmul_(direction, row_dot, value=-1).mul_(inverse)
             grad_raw[:, cut], grad_tail = convolution_gradients(
                 grad_mixed.flatten(2), grad_tail.to(conv_weights.dtype), padded, conv_weights, grad_conv_weights, span
             )

@@ -46,7 +46,7 @@ class Band(NamedTuple):
     # sinks, the same for all rows or [B, k]; `None` if no query sees one
     sinks: slice | torch.Tensor | None
     # keys of the window
-    near: slice
+    window_keys: slice
     # added to the scores [1 or B, 1, 1, stop - start, keys], the sinks' first: -inf where a query does not see a key;
     # `None` if all see all
     bias: torch.Tensor | None
@@ -140,8 +140,8 @@ def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: in
     if plan.valid is None:
         plan.slot = _slot(plan.before, sinks, window)
         sees_sinks = sinks > 0 and plan.before >= size
-        near = slice(sinks if sees_sinks else 0, min(plan.before + 1, size))
-        plan.bands = (Band(0, 1, slice(sinks) if sees_sinks else None, near, None),)
+        window_keys = slice(sinks if sees_sinks else 0, min(plan.before + 1, size))
+        plan.bands = (Band(0, 1, slice(sinks) if sees_sinks else None, window_keys, None),)
     else:
         plan.slot = _slot(position[:, 0], sinks, window)
         hidden = torch.arange(size, device=position.device) > position
@@ -150,23 +150,29 @@ def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: in
 
 
 def _plan_text(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, dtype: torch.dtype) -> None:
-    """Rows that all go on with one document, at `position` [1, S]."""
+    """Rows that all go on with one document, at `position` [1, S].
+
+    Keys are the sinks that earlier calls have read (`sinks_held`), then the window's tokens (`window_held`), then the
+    call's. A token is at its index in the document plus `offset`, a sink of earlier calls at its index. Example: 2
+    sinks, a window of 4, 10 tokens read before: keys 0 and 1 are tokens 0 and 1, keys 2 to 5 are tokens 6 to 9, the
+    call's first token is key 6, and `offset` is 2 + 4 - 10 = -4.
+    """
     before, length, device = plan.before, position.shape[1], position.device
     after = before + length
-    # The sinks that earlier calls have read, then the window's tokens, then the call's. A token is held at its index
-    # in the document plus `shift`, a sink of earlier calls at its index.
-    early, past = min(before, sinks), min(before, window)
-    shift = early + past - before
+    sinks_held, window_held = min(before, sinks), min(before, window)
+    offset = sinks_held + window_held - before
     if before:
-        tokens = torch.cat([torch.arange(early, device=device), torch.arange(before - past, before, device=device)])
+        tokens = torch.cat(
+            [torch.arange(sinks_held, device=device), torch.arange(before - window_held, before, device=device)]
+        )
         plan.recalled = _slot(tokens, sinks, window)
     at = torch.arange(min(sinks, after), device=device)
     # they are next to each other unless this call reads a part of them
-    held_sinks = torch.where(at < before, at, at + shift) if 0 < before < sinks else slice(sinks)
+    held_sinks = torch.where(at < before, at, at + offset) if 0 < before < sinks else slice(sinks)
     bands, biases = [], {}
     for start in range(0, length, _BAND):
         stop = min(start + _BAND, length)
-        first = max(start - (window - 1), -past)
+        first = max(start - (window - 1), -window_held)
         sees_sinks = sinks > 0 and before + stop > window
         all_sinks = before + start - sinks >= window - 1
         shape = stop - start, start - first, sees_sinks, all_sinks or before + start
@@ -177,11 +183,11 @@ def _plan_text(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int
             if sees_sinks:
                 hidden = torch.cat([before + query - at < window, hidden], dim=1)
             biases[shape] = _bias(hidden[None], dtype)
-        near = slice(early + past + first, early + past + stop)
-        bands.append(Band(start, stop, held_sinks if sees_sinks else None, near, biases[shape]))
+        window_keys = slice(sinks_held + window_held + first, sinks_held + window_held + stop)
+        bands.append(Band(start, stop, held_sinks if sees_sinks else None, window_keys, biases[shape]))
     plan.bands = tuple(bands)
     token, is_filled = _tokens_of_slots(after, sinks, window, device)
-    held = torch.where(token < early, token, token + shift)
+    held = torch.where(token < sinks_held, token, token + offset)
     plan.kept = torch.where(is_filled, held, 0)
 
 
@@ -190,7 +196,7 @@ def _plan_rows(
 ) -> None:
     """Rows with documents, padding or unequal counts, whose slots are at `position` [B, S] of their documents."""
     seen, length, device = plan.before[:, None], position.shape[1], position.device
-    early, past = (sinks, window) if goes_on else (0, 0)
+    sinks_held, window_held = (sinks, window) if goes_on else (0, 0)
     if goes_on:
         at = torch.arange(sinks, device=device).expand(len(seen), -1)
         last = (seen + torch.arange(-window, 0, device=device)).clamp(min=0)
@@ -202,25 +208,27 @@ def _plan_rows(
     size = min(_BAND, window)
     for start in range(0, length, size):
         stop = min(start + size, length)
-        first = max(start - (window - 1), -past)
+        first = max(start - (window - 1), -window_held)
         query = torch.arange(start, stop, device=device)[:, None]
         distance = query - torch.arange(first, stop, device=device)
-        near = position[:, start:stop].clamp(max=window - 1)
-        hidden = (distance < 0) | (distance > near)
+        farthest = position[:, start:stop].clamp(max=window - 1)
+        hidden = (distance < 0) | (distance > farthest)
         held = None
         if sinks and (goes_on or stop > window):
             hidden = torch.cat([position[:, start:stop] - at < window, hidden], dim=2)
             # the document's first slot, negative if an earlier call read it
             slot = start - position[:, start] + at
-            held = torch.where(slot < 0, at if goes_on else 0, slot + early + past).clamp(max=early + past + stop - 1)
-        near = slice(early + past + first, early + past + stop)
-        bands.append(Band(start, stop, held, near, _bias(hidden, dtype)))
+            held = torch.where(slot < 0, at if goes_on else 0, slot + sinks_held + window_held).clamp(
+                max=sinks_held + window_held + stop - 1
+            )
+        window_keys = slice(sinks_held + window_held + first, sinks_held + window_held + stop)
+        bands.append(Band(start, stop, held, window_keys, _bias(hidden, dtype)))
     plan.bands = tuple(bands)
     # tokens of the row's last document, and the slot of its first token in the call
     after = plan.past.seen[:, None]
     origin = plan.valid.sum(1, keepdim=True) - after
     token, is_filled = _tokens_of_slots(after, sinks, window, device)
-    held = torch.where((token < sinks) & (origin + token < 0), token, origin + token + early + past)
+    held = torch.where((token < sinks) & (origin + token < 0), token, origin + token + sinks_held + window_held)
     plan.kept = torch.where(is_filled, held, 0)
 
 
@@ -309,11 +317,11 @@ def _read_band(queries, of_sinks, keys, values, band: Band, dropout: float) -> t
             return torch.bmm(held, asked.transpose(1, 2)).transpose(1, 2)
         return torch.bmm(asked, held.transpose(1, 2))
 
-    scores, seen = score(queries, band.near), [band.near]
+    scores, seen = score(queries, band.window_keys), [band.window_keys]
     if band.sinks is not None:
         scores = torch.cat([score(of_sinks, band.sinks), scores], dim=2)
-        are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.near.start
-        seen = [slice(band.near.stop)] if are_next else [band.sinks, band.near]
+        are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.window_keys.start
+        seen = [slice(band.window_keys.stop)] if are_next else [band.sinks, band.window_keys]
     if band.bias is not None:
         grouped = scores.unflatten(0, (rows, heads)).unflatten(2, (-1, band.stop - band.start))
         # in bfloat16 `masked_fill` takes longer than the product
