@@ -389,7 +389,11 @@ def _rows_by_head(part: torch.Tensor) -> list[torch.Tensor]:
 def make_qkv_tiled(raw, tail, weights: QkvWeights, angles, slots: SlotPlan, sizes: QkvSizes) -> tuple:
     """`make_qkv` of all spans of a call, in place and with gradients by hand; the tail is that of the last span."""
     tail_size = len(weights.conv_weights) - 1
-    spans = convolution_spans(slots, raw.shape[1], tail_size, _TIME_TILE)
+    size = _TIME_TILE
+    if slots.offset is not None:
+        # the first tile holds the first token of every row, behind as many empty slots as a block has
+        size = max(size, int(slots.offset.max()) + 1)
+    spans = convolution_spans(slots, raw.shape[1], tail_size, size)
     return _Qkv.apply(raw, tail, *weights, *angles, spans, sizes)
 
 

@@ -10,6 +10,7 @@ from mixers import LargestTensor
 from sparse_mixers import FEW, mixed, random_model, texts
 
 from hope_hf import HopeCache
+from hope_hf.fast import sparse_reads
 from hope_hf.model.sparse_branches import SparseSizes, select_blocks
 
 SIZES = {
@@ -99,3 +100,22 @@ def test_a_backward_pass_within_autocast_is_that_without():
         gradients.append([parameter.grad for parameter in model.model.layers[0].mixer.parameters()])
     # linear maps are in bfloat16 either way
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_blocks_larger_than_a_tile_of_time(monkeypatch, tiny_model):
+    """A text with padding that goes on within a block."""
+    sizes = dict(sparse_block_size=16, sparse_compress_stride=4, sparse_top_k=3, sparse_window=16)
+    model = tiny_model(torch.float64, layer_types=["sparse_attention"] * 2, **sizes)
+    ids = torch.arange(2 * 30).view(2, 30)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+
+    def read():
+        cache = HopeCache(model.config)
+        with torch.no_grad():
+            model(ids[:, :15], attention_mask=mask[:, :15], cache=cache)
+            return model(ids[:, 15:], attention_mask=mask, cache=cache).logits
+
+    expected = read()
+    monkeypatch.setattr(sparse_reads, "_TIME_TILE", 8)
+    torch.testing.assert_close(read(), expected, rtol=0, atol=1e-10)
