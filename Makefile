@@ -3,6 +3,7 @@
 # make test-unit  only those that start no process      make test-processes  only those that do
 # make test-benchmarks  tests of the programs in benchmarks/
 # make test-long  the tests marked `long`       make test-gpu  the tests marked `gpu`
+# make test-newest  the unit tests with the newest releases of all dependencies, in an environment of their own
 # make test-kernels  kernels of GPUs on a CPU, in Triton's interpreter
 # make test-kill  kills runs 30 times per engine and prints how each continued
 # make hf-suite   transformers' own common test suite on HOPE (HF_SUITE=folder with its tests/, see CONTRIBUTING.md)
@@ -27,7 +28,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) $(PIP_ARGS) --editable
 
-.PHONY: train test test-unit test-processes test-benchmarks test-long test-gpu test-kernels test-kill hf-suite peft-suite docs lint clean
+.PHONY: train test test-unit test-processes test-benchmarks test-newest test-long test-gpu test-kernels test-kill hf-suite peft-suite docs lint clean
 .DELETE_ON_ERROR:
 
 # One process uses one GPU.
@@ -54,6 +55,9 @@ test-processes: $(VENV)/.installed-test
 
 test-benchmarks: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(NO_HANGS) -m "benchmarks and not long and not gpu and not kernels" $(PYTEST_ARGS)
+
+test-newest:
+	$(MAKE) test-unit VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
