@@ -48,7 +48,9 @@ def test_frozen_memories_stay_as_they_are(tiny_config, options):
     written = model.generate(ids, max_new_tokens=3, freeze_memories=True, do_sample=False, pad_token_id=0)
     for block in model.model.layers:
         block.mixer.gates.register_forward_hook(
-            lambda _, __, gates: (torch.zeros_like(gates[0]), torch.zeros_like(gates[1]), *gates[2:])
+            lambda _, __, gates: gates._replace(
+                rate=torch.zeros_like(gates.rate), log_retention=torch.zeros_like(gates.log_retention)
+            )
         )
     torch.testing.assert_close(torch.cat(logits, 1), model(ids).logits, rtol=1e-9, atol=1e-9)
     assert torch.equal(written, model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
