@@ -322,28 +322,33 @@ def plan_slots(
         digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     begins = None
     is_graph = is_graph_of_token or makes_slots_later
-    is_export = torch.compiler.is_compiling() and not is_graph
-    if position_ids is not None and not is_export:
+    if position_ids is not None and (is_graph or not torch.compiler.is_compiling()):
         begins = (position_ids == 0).expand(shape)
         if not is_graph:
             # the first token of a fresh row always begins a document
             later = begins[:, 1:] if past is None else begins
             begins = begins if bool(later.any()) else None
     columns = length if past is None else past.columns + length
-    of_graph = {"counts_before": past, "padding_mask": padding_mask, "position_ids": position_ids}
     # the counts' flag is read last: a tracer guards on what it reads
     if not is_graph_of_token and padding_mask is None and begins is None and (past is None or past.is_uniform):
         seen_after = torch.full((batch_size,), columns, device=device)
         after = Past(columns, True, seen_after, digest)
         if makes_slots_later:
-            return TokenPlan(after, columns - length, **of_graph)
+            return TokenPlan(
+                after, columns - length, counts_before=past, padding_mask=padding_mask, position_ids=position_ids
+            )
         return SlotPlan(after, columns - length)
     rows = _count_tokens(shape, device, past, padding_mask, begins)
     after = Past(columns, False, rows.seen_after, digest)
     if makes_slots_later:
-        if is_graph_of_token:
-            of_graph["counts_before"] = past._replace(is_uniform=False)
-        return TokenPlan(after, rows.seen, position=rows.position, **of_graph)
+        return TokenPlan(
+            after,
+            rows.seen,
+            position=rows.position,
+            counts_before=past._replace(is_uniform=False) if is_graph_of_token else past,
+            padding_mask=padding_mask,
+            position_ids=position_ids,
+        )
     if length == 1:
         return SlotPlan(after, rows.seen, valid=rows.valid, position=rows.position)
     offset = rows.seen % chunk

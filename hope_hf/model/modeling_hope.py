@@ -1,5 +1,6 @@
 """PyTorch HOPE model: mixers and levels in transformers' model classes."""
 
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import HopeAttention
-from .backends import FAST, asked_kernels, borrow_fast_paths, fast_path
+from .backends import FAST, asked_kernels, borrow_fast_paths
 from .cache_hope import CACHE_NAME, takes_cache
 from .calls import Call, FreezesMemories, check_labels, prepare_call
 from .configuration_hope import HopeConfig
@@ -74,8 +75,9 @@ class HopeBlock(GradientCheckpointingLayer):
             context: what `Mixer.needs` names.
         """
         memory = fast_levels = None
-        read_token = fast_path("token", self.kernels)
-        if read_token is not None:
+        read_token = FAST.get("token")
+        # it looks at tracers and transforms by itself, once a token
+        if read_token is not None and self.kernels != "plain":
             memory, fast_levels = read_token(self, hidden_states, state)
         if memory is not None:
             hidden_states, state = memory.read(hidden_states, state, context["plan"])
@@ -259,11 +261,11 @@ class HopeModel(HopePreTrainedModel):
 
     def _read_blocks(self, call: Call, hidden_states: torch.Tensor, indices: range) -> torch.Tensor:
         """Hidden states [B, T, hidden_size] after some blocks, whose states go back to the layers of the cache."""
-        for index in indices:
+        for index, block in islice(enumerate(self.layers), indices.start, indices.stop):
             layer = call.layers[index] if call.layers else None
             state = getattr(layer, "state", None)
             deltas = call.deltas.get(index)
-            hidden_states, state = self.layers[index](hidden_states, state, deltas, **call.context)
+            hidden_states, state = block(hidden_states, state, deltas, **call.context)
             if layer is not None and state is not None:
                 layer.update_state(state, call.counts_after)
         return hidden_states
