@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
-from .backends import FAST
 from .chunks import SlotPlan, TokenPlan, plan_again, plan_chunks
-from .memory_scan import Memories, ScanInputs, ScanState, fresh_state, scan_plain
+from .memory_scan import Memories, ScanInputs, ScanState, fast_scan, fresh_state, scan_plain
 from .opaque import call, register
 
 # what the operator reads of a configuration
@@ -140,7 +139,7 @@ def _run(
     if plan.valid is not None:
         slots = _by_head(plan, heads)
         inputs = _in_slots(inputs, slots)
-    fast = None if is_plain else FAST.get(f"scan_{options.memory_rule}")
+    fast = None if is_plain else fast_scan(options.memory_rule)
     scan = fast or scan_plain
     if state is None:
         state = fresh_state(memories)

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import FAST, Kernel, asked_kernels, choose, runs_plain, runs_torch
+from .backends import Kernel, asked_kernels, choose, runs_plain, runs_torch
 from .cache_hope import map_state
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
@@ -34,6 +34,7 @@ from .memory_scan import (
     Memories,
     ScanInputs,
     ScanState,
+    fast_scan,
     fresh_state,
     make_qkv,
     scan_plain,
@@ -56,11 +57,6 @@ LEAST_ERASED = 1e-7
 _OWN_KEY = 0.1
 # A write with rate eta multiplies the value stored at its key by 1 - eta: at 2 the state would grow with the text.
 _LARGEST_RATE = 1.99
-
-
-def fast_scan(rule: str) -> Callable | None:
-    """The scan of that `memory_rule` with a backward pass written by hand, if there is one."""
-    return FAST.get(f"scan_{rule}")
 
 
 class InitialMemory(nn.Module):

@@ -9,6 +9,7 @@ Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width
 Tokens are rows. All tensors are float32, or float64 in a float64 model.
 """
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import is_transformed
+from .backends import FAST, is_transformed
 from .chunks import ChunkSpan, beside
 from .layers import convolve
 
@@ -156,6 +157,11 @@ class Memories(Protocol):
 
     def content(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The weights of a state's content memory."""
+
+
+def fast_scan(rule: str) -> Callable | None:
+    """The scan of that `memory_rule` with a backward pass written by hand, if there is one."""
+    return FAST.get(f"scan_{rule}")
 
 
 def fresh_state(memories: Memories) -> ScanState:
