@@ -316,7 +316,7 @@ MUTANTS = [
     ),
     Mutant(
         "a memory file of another model",
-        "model/fingerprint.py",
+        "model/cache_file.py",
         "return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded",
         "return self.dtype == other.dtype or self.rounded == other.rounded",
         "tests/model/test_cache_file.py",

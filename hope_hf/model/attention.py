@@ -11,7 +11,8 @@ from transformers.masking_utils import create_causal_mask, packed_sequence_mask_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
-from .cache_hope import CACHE_NAME, KeyValues
+from .cache_hope import CACHE_NAME
+from .cache_parts import KeyValues
 from .documents import Documents, later_begins
 from .layers import HopeRMSNorm, Mixer
 from .rotary import check_reach

@@ -1,218 +1,82 @@
-"""The cache of a HOPE model: states of memories, and keys and values of softmax attention."""
+"""The cache of a HOPE model: its parts (`cache_parts.py`) forked, rolled back, joined, split, and kept as a file."""
 
 import copy
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 
-from .cache_file import (
-    CACHE_FILE,
-    check_tensors,
-    checksum_in,
-    named_tensors,
-    read_cache,
-    state_of_named,
-    write_cache,
+from .cache_file import CACHE_FILE, check_tensors, checksum_in, fingerprint, is_of, read_cache, write_cache
+from .cache_parts import (
+    LEVEL_DTYPES,
+    CachePart,
+    HopeMemoryLayer,
+    HopeStaticMemoryLayer,
+    KeyValuePart,
+    LearnedLevels,
+    LevelState,
+    Rows,
+    is_memory_layer,
 )
-from .cache_rows import CacheRows, Rows, is_memory_layer
 from .chunks import Past
-from .fingerprint import fingerprint, is_of
-from .level_learning import LEVEL_DTYPES, LevelState, loaded_state
+from .level_learning import loaded_state
 
 # What this transformers calls a cache in calls and outputs: `past_key_values` before 5.24.
 CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 # A function that takes `cache` takes `past_key_values`, too: in silence where that is transformers' own name.
 takes_cache = deprecate_kwarg("past_key_values", "5.40.0" if CACHE_NAME == "cache" else "5.0.0", new_name="cache")
-# Prefix of the names of what levels have learned.
-_OF_LEVELS = "levels."
-
-
-class KeyValues(NamedTuple):
-    """Keys and values of a text [B, H, T, D], as the state of a layer."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
-    """The state with `function` applied to every tensor."""
-    mapped = []
-    for part in state:
-        if isinstance(part, tuple):
-            mapped.append(tuple(function(tensor) for tensor in part))
-        else:
-            mapped.append(function(part))
-    return type(state)(*mapped)
-
-
-class HopeMemoryLayer(Rows, CacheLayerMixin):
-    """State of one mixer.
-
-    `state`, a `state_class`, is the mixer's last result; `past` counts the tokens read. Both are `None` before the
-    first token.
-    """
-
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-    is_sliding = False
-
-    def __init__(self, state_class: type[tuple], **kwargs):
-        super().__init__()
-        self.state_class = state_class
-        self.reset()
-
-    def reset(self) -> None:
-        """Return to the state before the first token."""
-        self.state: tuple | None = None
-        self.past: Past | None = None
-        self.is_initialized = False
-
-    def update_state(self, state: tuple, past: Past) -> None:
-        """Replace the state; `past` counts the tokens read."""
-        self.state, self.past = state, past
-        self.device = past.seen.device
-        self.is_initialized = True
-
-    def update(self, *args, **kwargs):
-        raise RuntimeError("a self-modifying memory keeps no keys and values")
-
-    lazy_initialization = update
-
-    def get_seq_length(self) -> int:
-        """Number of columns read, including padding: `generate` slices its inputs by it."""
-        return 0 if self.past is None else self.past.columns
-
-    def get_max_length(self) -> int:
-        """-1: the state does not grow."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the attention mask for the next `query_length` tokens."""
-        return self.get_seq_length() + query_length, 0
-
-    def crop(self, *args) -> None:
-        raise RuntimeError("a layer's state cannot unread tokens: take a HopeCache.snapshot() and roll back")
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `function` to every tensor."""
-        if self.state is not None:
-            self.state, self.past = map_state(function, self.state), self.past.map(function)
-
-    def offload(self) -> None:
-        """Move the state to the CPU."""
-        self.map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move the state back to its device."""
-        self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """The layer's contents by name: batch-first tensors, and its counts `columns` as two integers."""
-        if self.past is None:
-            return {"columns": torch.tensor([0, 1])}
-        columns, is_uniform, seen, digest = self.past
-        counts = {"columns": torch.tensor([columns, int(is_uniform)]), "seen": seen, "digest": digest}
-        return named_tensors(self.state) | counts
-
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restore the result of `named_tensors`."""
-        columns, is_uniform = tensors.pop("columns").tolist()
-        if tensors:
-            past = Past(columns, bool(is_uniform), tensors.pop("seen"), tensors.pop("digest"))
-            self.update_state(state_of_named(self.state_class, tensors), past)
-
-
-class HopeStaticMemoryLayer(HopeMemoryLayer):
-    """State of one layer in transformers' `StaticCache`, for compiled generation.
-
-    The next token overwrites the state and the counts in place, so no gradient goes through them.
-    """
-
-    is_compileable = True
-
-    def update_state(self, state: tuple, past: Past) -> None:
-        """Copy the state and the counts into the layer's tensors."""
-        if self.state is None:
-            # A Python number would become a constant of the compiled graph, and every token would compile another.
-            columns = torch.tensor(past.columns, device=past.seen.device)
-            super().update_state(state, Past(columns, False, past.seen, past.digest))
-            # Cloned, since the current weights and those of the chunk's start can be one tensor.
-            self.map(lambda tensor: tensor.detach().clone())
-            return
-        self.past.columns.copy_(past.columns)
-        self.past.seen.copy_(past.seen)
-        self.past.digest.copy_(past.digest)
-        new = named_tensors(state)
-        for name, tensor in named_tensors(self.state).items():
-            tensor.copy_(new[name].detach())
 
 
 def past_of(cache: Cache | None) -> Past | None:
     """Counts of the tokens that a cache's memories have read."""
-    layers = () if cache is None else cache.layers
-    return next((layer.past for layer in layers if is_memory_layer(layer)), None)
+    if cache is not None:
+        for layer in cache.layers:
+            if is_memory_layer(layer):
+                return layer.past
+    return None
 
 
-class FunctionalKeys:
-    """A layer of keys and values with the interface of `HopeMemoryLayer`."""
-
-    def __init__(self, layer: DynamicLayer):
-        self.layer = layer
-
-    @property
-    def state(self) -> KeyValues | None:
-        """Keys and values of the layer."""
-        return KeyValues(self.layer.keys, self.layer.values) if self.layer.is_initialized else None
-
-    def update_state(self, state: KeyValues, past: Past | None) -> None:
-        """Replace keys and values."""
-        if not self.layer.is_initialized:
-            self.layer.update(*state)
-        self.layer.keys, self.layer.values = state
-
-
-def functional_layers(cache: Cache) -> list[HopeMemoryLayer | FunctionalKeys] | None:
+def functional_layers(cache: Cache) -> list[HopeMemoryLayer | KeyValuePart] | None:
     """Layers of a cache into which blocks do not write, so that blocks can be recomputed; `None` if it has others."""
     if cache.is_compileable or getattr(cache, "offloading", False):
         return None
     layers = []
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
-            layer = FunctionalKeys(layer)
+            layer = KeyValuePart(layer)
         if not hasattr(layer, "update_state"):
             return None
         layers.append(layer)
     return layers
 
 
-def _levels_of(tensors: dict[str, torch.Tensor]) -> LevelState | None:
-    """What levels have learned, of the tensors of a cache; `None` if they hold nothing of it."""
-    named = _with_prefix(tensors, _OF_LEVELS)
-    return LevelState.of_named(named) if named else None
-
-
-def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names have a prefix, by the names behind it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 class Snapshot(NamedTuple):
-    """What `HopeCache.rollback` needs."""
+    """What `HopeCache.rollback` needs: copies of the layers, and of the other parts by name."""
 
     layers: list[CacheLayerMixin]
-    levels: LevelState | None
+    others: dict[str, CachePart]
+
+    @classmethod
+    def of(cls, layers: list[CacheLayerMixin], others: dict[str, CachePart]) -> "Snapshot":
+        """A snapshot with copies of these parts."""
+        return cls(list(map(copy.copy, layers)), {name: copy.copy(part) for name, part in others.items()})
+
+    @property
+    def levels(self) -> LevelState | None:
+        """What levels had learned."""
+        return self.others["levels"].state
 
 
-class HopeCache(CacheRows, DynamicCache):
+class HopeCache(Rows, DynamicCache):
     """Cache of a HOPE model: `cache` of its `forward` and of `generate`, which transformers below 5.24 calls
     `past_key_values`.
 
@@ -243,7 +107,33 @@ class HopeCache(CacheRows, DynamicCache):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
-        self.levels: LevelState | None = None
+        # the parts besides the layers, by the prefix of their tensors in a file
+        self.others: dict[str, CachePart] = {"levels": LearnedLevels()}
+
+    @property
+    def parts(self) -> dict[str, CachePart]:
+        """All parts by the prefix of their tensors in a file: the layers by number, and the others by name."""
+        parts = dict(self.others)
+        for index, layer in enumerate(self.layers):
+            parts[str(index)] = layer if is_memory_layer(layer) else KeyValuePart(layer)
+        return parts
+
+    @property
+    def levels(self) -> LevelState | None:
+        """What levels have learned."""
+        return self.others["levels"].state
+
+    @levels.setter
+    def levels(self, state: LevelState | None) -> None:
+        self.others["levels"].state = state
+
+    # copies
+
+    def __copy__(self) -> "HopeCache":
+        """Another cache with the same tensors."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other.rollback(self.snapshot())
 
     def __deepcopy__(self, memo: dict) -> "HopeCache":
         if any(tensor.grad_fn is not None for tensor in self.state_tensors().values()):
@@ -255,14 +145,23 @@ class HopeCache(CacheRows, DynamicCache):
         fork.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return fork
 
+    def snapshot(self) -> Snapshot:
+        """A snapshot for `rollback`. It copies no tensor, since new tokens make new tensors."""
+        return Snapshot.of(self.layers, self.others)
+
+    def rollback(self, snapshot: Snapshot) -> "HopeCache":
+        """Return to a snapshot of this cache, in place; the snapshot can be used again."""
+        if list(map(type, snapshot.layers)) != list(map(type, self.layers)):
+            raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
+        self.layers, self.others = Snapshot.of(*snapshot)
+        return self
+
+    # changes in place
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
         """Apply `function` to every tensor, in place."""
-        for layer in self.layers:
-            if is_memory_layer(layer):
-                layer.map(function)
-            elif layer.is_initialized:
-                layer.keys, layer.values = function(layer.keys), function(layer.values)
-        self.levels = None if self.levels is None else self.levels.map(function)
+        for part in self.parts.values():
+            part.map(function)
         return self
 
     def detach_(self) -> "HopeCache":
@@ -278,50 +177,119 @@ class HopeCache(CacheRows, DynamicCache):
                 layer.device = torch.device(device)
         return self.map(lambda tensor: tensor.to(device))
 
-    def snapshot(self) -> Snapshot:
-        """A snapshot for `rollback`. It copies no tensor, since new tokens make new tensors."""
-        return Snapshot([copy.copy(layer) for layer in self.layers], self.levels)
-
-    def rollback(self, snapshot: Snapshot) -> "HopeCache":
-        """Return to a snapshot of this cache, in place; the snapshot can be used again."""
-        if [type(layer) for layer in snapshot.layers] != [type(layer) for layer in self.layers]:
-            raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
-        self.layers = [copy.copy(layer) for layer in snapshot.layers]
-        self.levels = snapshot.levels
-        return self
-
     def reset(self) -> None:
         """Return to the state before the first token."""
-        super().reset()
-        for layer in self.layers:
-            if not is_memory_layer(layer):
-                # releases such as 5.17 set keys and values to zero, and keep them
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-        self.levels = None
-
-    def crop(self, *args) -> None:
-        """As in transformers; RuntimeError, before anything is cropped, if a layer keeps a state."""
-        # layers with a state first, since they raise
-        for layer in sorted(self.layers, key=lambda layer: not is_memory_layer(layer)):
-            layer.crop(*args)
+        for part in self.parts.values():
+            part.reset()
 
     def reset_levels(self) -> "HopeCache":
         """Drop what levels have learned; the text stays read."""
         self.levels = None
         return self
 
-    def _copied(self) -> "HopeCache":
-        """Another cache with the same tensors."""
-        copied = copy.copy(self)
-        return copied.rollback(self.snapshot())
+    def crop(self, *args) -> None:
+        """As in transformers; RuntimeError, before anything is cropped, if a layer keeps a state."""
+        # layers with a state first, since they raise
+        for part in sorted(self.parts.values(), key=lambda part: not is_memory_layer(part)):
+            part.crop(*args)
+
+    # rows
 
     @property
     def num_sequences(self) -> int:
         """Sequences that the cache holds; 0 before the first token."""
-        tensors = self.state_tensors()
-        # of `columns` every layer has two, whatever the number of rows
-        return next((len(tensor) for name, tensor in tensors.items() if not name.endswith(".columns")), 0)
+        for name, tensor in self.state_tensors().items():
+            # of `columns` every layer has two, whatever the number of rows
+            if not name.endswith(".columns"):
+                return len(tensor)
+        return 0
+
+    @classmethod
+    def joined(
+        cls, caches: Sequence["HopeCache"], attention_masks: Sequence[torch.Tensor] | None = None
+    ) -> tuple["HopeCache", torch.Tensor]:
+        """A cache with the rows of several, such as those of several users, and its mask; the given ones stay.
+
+        Rows that have read less than others have padding in front.
+
+        Args:
+            caches: of one model; each has read at least a token.
+            attention_masks: [rows, columns] of each cache, 0 for padding; `None`: they have read no padding.
+
+        Returns:
+            The cache, and [B, columns], 0 for padding. The next call takes this mask, continued by its own columns.
+
+        Raises:
+            ValueError: there is no cache, one has read nothing or is of another model, or a mask has another shape.
+        """
+        needed = list(map(HopeCache._shape, caches))
+        lengths = [columns for _, columns in needed]
+        if not lengths or not min(lengths):
+            raise ValueError("joined takes caches that have read a text: give at least one, and none that is empty")
+        if attention_masks is None:
+            attention_masks = [torch.ones(shape, dtype=torch.long) for shape in needed]
+        shapes = [tuple(mask.shape) for mask in attention_masks]
+        if shapes != needed:
+            raise ValueError(f"attention_masks have the shapes {shapes}, and {needed} are needed: rows, tokens read")
+        padded_caches = []
+        padded_masks = []
+        for cache, mask in zip(caches, attention_masks, strict=True):
+            missing = max(lengths) - mask.shape[1]
+            padded = copy.copy(cache)
+            if missing:
+                for part in padded.parts.values():
+                    part.add_padding(missing)
+            padded_caches.append(padded)
+            padded_masks.append(F.pad(mask, (missing, 0)))
+        return padded_caches[0].join(padded_caches), torch.cat(padded_masks)
+
+    def split(self, attention_mask: torch.Tensor | None = None) -> list["HopeCache"]:
+        """A cache of every row, without padding; this one stays.
+
+        Args:
+            attention_mask: [B, columns] of all that was read, 0 for padding; `None`: there is no padding.
+        """
+        needed = self._shape()
+        if attention_mask is None:
+            attention_mask = torch.ones(needed)
+        if attention_mask.shape != needed:
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}, and {needed} is needed: a column for "
+                "each that the cache has read"
+            )
+        caches = []
+        for row, real in enumerate(attention_mask.bool()):
+            cache = self.select([row])
+            for part in cache.parts.values():
+                part.keep_columns(real)
+            caches.append(cache)
+        return caches
+
+    def select(self, rows: list[int]) -> "HopeCache":
+        """A cache of these rows alone; this one stays."""
+        return copy.copy(self).map(lambda tensor: tensor[rows])
+
+    def join(self, caches: list["HopeCache"]) -> "HopeCache":
+        """Become the rows of caches, one after the other; all have read as many columns, and may be changed."""
+        rows = []
+        others: dict[str, list[CachePart]] = defaultdict(list)
+        for cache in caches:
+            if len(cache.layers) != len(caches[0].layers):
+                raise ValueError("the caches have other layers than each other: join those of one model")
+            rows.append(cache.num_sequences)
+            if cache is not caches[0]:
+                for name, part in cache.parts.items():
+                    others[name].append(part)
+        self.rollback(caches[0].snapshot())
+        for name, part in self.parts.items():
+            part.append_rows(others[name], rows)
+        return self
+
+    def _shape(self) -> tuple[int, int]:
+        """Rows and columns read."""
+        return self.num_sequences, int(self.get_seq_length())
+
+    # contents
 
     @property
     def level_bytes(self) -> int:
@@ -336,37 +304,26 @@ class HopeCache(CacheRows, DynamicCache):
     def state_tensors(self, level_dtype: str = "float32") -> dict[str, torch.Tensor]:
         """The cache's contents by name: batch-first tensors, and each memory's counts as two integers.
 
-        `level_dtype` is that of what levels have learned (`LevelState.named`).
+        `level_dtype` is that of what levels have learned (`LevelState.named_tensors`).
         """
         tensors = {}
-        if self.levels is not None:
-            for name, tensor in self.levels.named(level_dtype).items():
-                tensors[f"{_OF_LEVELS}{name}"] = tensor
-        for index, layer in enumerate(self.layers):
-            state = {}
-            if is_memory_layer(layer):
-                state = layer.named_tensors()
-            elif layer.is_initialized:
-                state = {"keys": layer.keys, "values": layer.values}
-            for name, tensor in state.items():
-                tensors[f"{index}.{name}"] = tensor
+        for prefix, part in self.parts.items():
+            for name, tensor in part.named_tensors(level_dtype).items():
+                tensors[f"{prefix}.{name}"] = tensor
         return tensors
 
     @classmethod
     def from_state_tensors(cls, config: PreTrainedConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
         """The cache with these `state_tensors`."""
         cache = cls(config)
-        cache.levels = _levels_of(tensors)
-        for index, layer in enumerate(cache.layers):
-            state = _with_prefix(tensors, f"{index}.")
-            if not is_memory_layer(layer):
-                if state:
-                    layer.update(state["keys"], state["values"])
-            elif "columns" not in state:
-                raise ValueError(f"the saved memory has no layer {index}: it belongs to a model with fewer layers")
-            else:
-                layer.load(state)
+        for prefix, part in cache.parts.items():
+            contents = _without_prefix(tensors, f"{prefix}.")
+            if is_memory_layer(part) and "columns" not in contents:
+                raise ValueError(f"the saved memory has no layer {prefix}: it belongs to a model with fewer layers")
+            part.load(contents)
         return cache
+
+    # files
 
     def save_pretrained(
         self, save_directory: str | Path, model: PreTrainedModel, level_dtype: str = "float32"
@@ -377,7 +334,7 @@ class HopeCache(CacheRows, DynamicCache):
             save_directory: created if it does not exist; a cache in it is replaced, unless it was
                 replaced since this one was read from there.
             model: the HOPE model of the cache, also in a `PeftModel`, with the adapters active that read the text. The
-                weights that it computes with are hashed, and those adapters (see `fingerprint.fingerprint`).
+                weights that it computes with are hashed, and those adapters (see `cache_file.fingerprint`).
             level_dtype: of what levels have learned: "float32" stores it as it is, "bfloat16" and "int8" take a half
                 and a quarter of the space.
 
@@ -393,13 +350,13 @@ class HopeCache(CacheRows, DynamicCache):
         if self.levels is not None and model.config.level_learning is None:
             raise ValueError("the cache holds what levels have learned, and `level_learning` is None: set it back")
         folder = Path(save_directory)
-        place, known = self._read_from or (None, None)
-        if folder.resolve() == place and checksum_in(folder) not in (None, known):
+        origin, checksum = self._read_from or (None, None)
+        if folder.resolve() == origin and checksum_in(folder) not in (None, checksum):
             raise ValueError(
                 f"{folder / CACHE_FILE} was replaced since this cache was read from it: save to another folder"
             )
-        fields = None if self.levels is None else asdict(model.config.level_learning)
-        write_cache(folder, self.state_tensors(level_dtype), fingerprint(model), fields)
+        learning = None if self.levels is None else asdict(model.config.level_learning)
+        write_cache(folder, self.state_tensors(level_dtype), fingerprint(model), learning)
         self._read_from = folder.resolve(), checksum_in(folder)
 
     @staticmethod
@@ -418,31 +375,43 @@ class HopeCache(CacheRows, DynamicCache):
         Raises:
             ValueError: there is none, its format is another version's, it is damaged, or another model wrote it.
         """
-        folder, model = Path(directory), _without_peft(model)
+        folder = Path(directory)
+        model = _without_peft(model)
         checksum = checksum_in(folder)
-        tensors, writer, fields = read_cache(folder)
+        tensors, writer, learning = read_cache(folder)
         if not is_of(model, writer):
             raise ValueError(
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
             )
-        # one token shows names, shapes and dtypes of the model's cache
-        sample = cls(model.config)
-        # weights that `device_map` offloads are on the meta device, and hooks move their inputs
-        device = "cpu" if model.device.type == "meta" else model.device
-        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), cache=sample)
-        one_token = sample.state_tensors()
-        learned = _with_prefix(tensors, _OF_LEVELS)
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_LEVELS)}
+        learned = _without_prefix(tensors, "levels.")
+        for name in learned:
+            del tensors[f"levels.{name}"]
+        one_token = cls._of_one_token(model).state_tensors()
         check_tensors(folder, tensors, one_token)
-        placed = {name: tensor.to(one_token[name].device) for name, tensor in tensors.items()}
-        cache = cls.from_state_tensors(model.config, placed)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(one_token[name].device)
+        cache = cls.from_state_tensors(model.config, tensors)
         if learned:
             try:
-                cache.levels = loaded_state(LevelState.of_named(learned), fields, model, cache.num_sequences)
+                cache.levels = loaded_state(LevelState.of_named(learned), learning, model, cache.num_sequences)
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{folder / CACHE_FILE} {error}") from None
         cache._read_from = folder.resolve(), checksum
         return cache
+
+    @classmethod
+    def _of_one_token(cls, model: PreTrainedModel) -> "HopeCache":
+        """The cache of one token, which shows names, shapes, dtypes and devices of the model's tensors."""
+        cache = cls(model.config)
+        # weights that `device_map` offloads are on the meta device, and hooks move their inputs
+        device = "cpu" if model.device.type == "meta" else model.device
+        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), cache=cache)
+        return cache
+
+
+def _without_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names have a prefix, by the names behind it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _without_peft(model: PreTrainedModel) -> PreTrainedModel:

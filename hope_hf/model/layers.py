@@ -14,7 +14,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import asked_kernels, fast_path
-from .cache_hope import HopeMemoryLayer, HopeStaticMemoryLayer
+from .cache_parts import HopeMemoryLayer, HopeStaticMemoryLayer
 from .chunks import ChunkSpan
 
 

@@ -18,10 +18,8 @@ Axes: B row, T token of the call, L level, o and i outputs and inputs of a matri
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -30,13 +28,11 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from .cache_parts import ByMatrix, LevelState, MatrixKey
+
 MATRICES = ("gate_proj", "up_proj", "down_proj")
-# How a file holds what levels have learned, see `LevelState.named`.
-LEVEL_DTYPES = ("float32", "bfloat16", "int8")
 # A file's int8 may make a difference larger than the bound, in a row of a few large entries by a sixth.
 _ROUNDED = 1.5
-# Why a period ends without a step.
-GATED, NOT_FINITE = range(2)
 
 
 @strict
@@ -129,102 +125,6 @@ def _wrong_field(name: str, value, needed: str) -> ValueError:
     return ValueError(f"`{name}` of `level_learning` is {value}: {needed}")
 
 
-class MatrixKey(NamedTuple):
-    """A matrix that learns."""
-
-    block: int
-    level: int
-    matrix: str
-
-    def __str__(self) -> str:
-        return f"{self.block}.{self.level}.{self.matrix}"
-
-
-# A tensor for each matrix that learns.
-ByMatrix = dict[MatrixKey, torch.Tensor]
-
-
-class LevelState(NamedTuple):
-    """What the levels of a model have learned from each row's text."""
-
-    # differences to the trained weights [B, o, i], float32 or wider
-    deltas: ByMatrix
-    # gradient of the loss summed over the open period, of the same shapes; a matrix without an open period has none
-    gradients: ByMatrix
-    # real tokens of the row's document that were read for learning [B]
-    tokens: torch.Tensor
-    # loss in nats and number of predictions in the open period of each level [B, L]
-    losses: torch.Tensor
-    scored: torch.Tensor
-    # steps taken [B, L], and steps left out, by reason (`GATED`, `NOT_FINITE`) [B, L, 2]
-    steps: torch.Tensor
-    skipped: torch.Tensor
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LevelState":
-        """The state with `function` applied to every tensor."""
-        deltas = {key: function(delta) for key, delta in self.deltas.items()}
-        gradients = {key: function(gradient) for key, gradient in self.gradients.items()}
-        return LevelState(deltas, gradients, *map(function, self[2:]))
-
-    def named(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
-        """The tensors by name, for a file.
-
-        Args:
-            dtype: of the deltas: "float32" stores them as they are, "bfloat16" rounds them, "int8" also holds a
-                factor for every row of a matrix.
-        """
-        tensors = {}
-        for part in self._fields[:2]:
-            for key, matrix in getattr(self, part).items():
-                name = f"{part}.{key}"
-                if dtype == "int8":
-                    factor = matrix.abs().amax(-1, keepdim=True) / 127
-                    nonzero = factor.clamp_min(torch.finfo(factor.dtype).tiny)
-                    tensors[f"factors.{name}"] = factor
-                    matrix = (matrix / nonzero).round().to(torch.int8)
-                elif dtype == "bfloat16":
-                    matrix = matrix.bfloat16()
-                tensors[name] = matrix
-        for part in self._fields[2:]:
-            tensors[part] = getattr(self, part)
-        return tensors
-
-    @classmethod
-    def of_named(cls, tensors: dict[str, torch.Tensor]) -> "LevelState":
-        """The inverse of `named`; KeyError or ValueError if a tensor is missing or has another name."""
-        matrices: dict[str, ByMatrix] = {"deltas": {}, "gradients": {}}
-        for name, tensor in tensors.items():
-            if name in cls._fields or name.startswith("factors."):
-                continue
-            part, block, level, matrix = name.split(".")
-            key = MatrixKey(int(block), int(level), matrix)
-            matrices[part][key] = tensor * tensors.get(f"factors.{name}", 1)
-        others = map(tensors.__getitem__, cls._fields[2:])
-        return cls(matrices["deltas"], matrices["gradients"], *others)
-
-    @property
-    def counts(self) -> dict[str, torch.Tensor]:
-        """Steps of each row and level [B, L], and periods that ended without one, by reason."""
-        return {
-            "steps": self.steps,
-            "skipped_gate": self.skipped[..., GATED],
-            "skipped_not_finite": self.skipped[..., NOT_FINITE],
-        }
-
-    def drifts(self, norms: ByMatrix) -> torch.Tensor:
-        """Largest norm of a difference of each row and level [B, L], relative to its matrix's in `weight_norms`."""
-        largest = torch.zeros_like(self.losses)
-        for key, delta in self.deltas.items():
-            drift = torch.linalg.vector_norm(delta, dim=(1, 2)) / norms[key]
-            largest[:, key.level] = largest[:, key.level].maximum(drift.to(largest))
-        return largest
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.named().values())
-
-
 def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
     """Differences to the weights [B, o, i] by block, level and matrix; ValueError if they are of another model."""
     blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
@@ -290,8 +190,8 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
     fresh = empty_state(weights, len(model.config.level_periods), rows)
     if state.deltas.keys() != fresh.deltas.keys() or state.gradients.keys() - fresh.deltas.keys():
         raise ValueError("holds what other levels than this model's have learned")
-    expected = fresh._replace(gradients={key: fresh.deltas[key] for key in state.gradients}).named()
-    tensors = state.named()
+    expected = fresh._replace(gradients={key: fresh.deltas[key] for key in state.gradients}).named_tensors()
+    tensors = state.named_tensors()
     for name, tensor in tensors.items():
         like = expected[name]
         # a file may hold matrices in a lower precision

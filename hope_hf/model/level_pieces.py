@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from .level_learning import ByMatrix, LevelLearning, LevelState, empty_state, step
+from .cache_parts import ByMatrix, LevelState
+from .level_learning import LevelLearning, empty_state, step
 from .loss import IGNORED
 
 

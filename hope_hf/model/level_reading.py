@@ -17,9 +17,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .cache_hope import CACHE_NAME, HopeCache, takes_cache
+from .cache_parts import LevelState
 from .calls import check_inputs, check_labels
 from .documents import boundaries_of, later_begins
-from .level_learning import LevelLearning, LevelState, learning_weights, weight_norms
+from .level_learning import LevelLearning, learning_weights, weight_norms
 from .level_pieces import Learner, Piece, PieceResult, read_piece
 from .loss import IGNORED, HopeHead, next_labels, summed_cross_entropy
 

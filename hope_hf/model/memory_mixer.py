@@ -22,7 +22,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, runs_plain, runs_torch
-from .cache_hope import map_state
+from .cache_parts import map_state
 from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels

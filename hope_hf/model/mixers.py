@@ -10,7 +10,7 @@ from transformers import configuration_utils
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
 from .attention import HopeAttention
-from .cache_hope import HopeMemoryLayer
+from .cache_parts import HopeMemoryLayer
 from .layers import Mixer
 from .memory_mixer import SelfModifyingTitans
 from .sparse_attention import HopeSparseAttention

@@ -20,7 +20,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import FAST, Kernel, asked_kernels, choose, operand_dtype, runs_plain
-from .cache_hope import HopeStaticMemoryLayer
+from .cache_parts import HopeStaticMemoryLayer
 from .chunks import Past, SlotPlan, TokenPlan
 from .kernels_fla import read_selected_fla, selection_obstacle
 from .layers import LearnedFactors, Mixer, ShortConvolution

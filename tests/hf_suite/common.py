@@ -24,7 +24,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 
 import hope_hf  # noqa: E402
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM, HopeModel  # noqa: E402
-from hope_hf.model.cache_file import named_tensors  # noqa: E402
+from hope_hf.model.cache_parts import named_tensors  # noqa: E402
 
 # The suite looks up a model's classes by name.
 for mapping, name in {

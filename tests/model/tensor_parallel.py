@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hope_hf import HopeForCausalLM
-from hope_hf.model.fingerprint import fingerprint
+from hope_hf.model.cache_file import fingerprint
 
 source, target = sys.argv[1:]
 dist.init_process_group("gloo")

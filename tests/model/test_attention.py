@@ -10,8 +10,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.model.attention import HopeAttention
+from hope_hf.model.cache_file import fingerprint
 from hope_hf.model.continuum import ContinuumLevel
-from hope_hf.model.fingerprint import fingerprint
 
 SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 OURS = SIZES | dict(vocab_size=64, layer_types=["full_attention"], level_intermediate_sizes=[24], level_periods=[1])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hope_hf import HopeCache, HopeForCausalLM
 from hope_hf.model import cache_file
-from hope_hf.model.fingerprint import fingerprint, is_of
+from hope_hf.model.cache_file import fingerprint, is_of
 
 FILE = "hope_cache.safetensors"
 IN_ANOTHER_PROCESS = """

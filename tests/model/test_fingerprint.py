@@ -6,7 +6,7 @@ from peft import PeftModel
 from peft_adapters import KINDS, adapted, config_of, shake
 
 from hope_hf import HopeCache
-from hope_hf.model.fingerprint import fingerprint
+from hope_hf.model.cache_file import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
