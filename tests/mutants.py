@@ -186,14 +186,14 @@ MUTANTS = [
     ),
     Mutant(
         "the gate opens above a uniform guess",
-        "model/level_pieces.py",
+        "model/level_learning.py",
         "gated = mean > guess if learning.gate",
         "gated = mean < guess if learning.gate",
         "tests/model/test_level_learning.py",
     ),
     Mutant(
         "a piece learns its last token's target",
-        "model/level_pieces.py",
+        "model/level_learning.py",
         "piece.targets, slice(-1))",
         "piece.targets, slice(None))",
         "tests/model/test_level_learning.py",

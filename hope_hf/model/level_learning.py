@@ -14,12 +14,15 @@ For a matrix `W` and the gradient `G` of the loss of the period just read:
 through the piece alone, not through the states that earlier pieces left. The raw gradient fails: a few directions hold
 most of it.
 
-Axes: B row, T token of the call, L level, o and i outputs and inputs of a matrix.
+This file has the rule and one piece; `level_reading.py` reads a text piece by piece.
+
+Axes: B row, T token of the piece, L level, o and i outputs and inputs of a matrix.
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -29,6 +32,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from .cache_parts import ByMatrix, LevelState, MatrixKey
+from .loss import IGNORED
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 # A file's int8 may make a difference larger than the bound, in a row of a few large entries by a sixth.
@@ -79,10 +83,10 @@ class LevelLearning:
         # files of before have a field for rates that were trained
         if not values.get("learned_rate"):
             values.pop("learned_rate", None)
-        known = [one.name for one in fields(cls)]
         for name in values:
-            if name not in known:
-                raise ValueError(f"`level_learning` has no field '{name}': choose among {', '.join(known)}")
+            if name not in cls.__dataclass_fields__:
+                known = ", ".join(cls.__dataclass_fields__)
+                raise ValueError(f"`level_learning` has no field '{name}': choose among {known}")
         try:
             return cls(**values)
         except StrictDataclassError as error:
@@ -125,6 +129,77 @@ def _wrong_field(name: str, value, needed: str) -> ValueError:
     return ValueError(f"`{name}` of `level_learning` is {value}: {needed}")
 
 
+class Learner(NamedTuple):
+    """A model, and how it learns."""
+
+    model: PreTrainedModel
+    # with the blocks and periods of the model
+    learning: LevelLearning
+    # trained weights of the matrices that learn [o, i], and their norms |W|, float32 or wider
+    weights: ByMatrix
+    norms: ByMatrix
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, learning: LevelLearning) -> "Learner":
+        """The learner of a model.
+
+        Raises:
+            ValueError: a matrix is sharded, offloaded, or quantised in a way that hides its values.
+        """
+        learning = learning.resolved(model.config)
+        weights = {}
+        norms = {}
+        for block in learning.blocks:
+            for level, module in enumerate(model.base_model.layers[block].continuum.levels):
+                for matrix in learning.matrices:
+                    key = MatrixKey(block, level, matrix)
+                    weights[key] = _plain_weight(getattr(module, matrix), key)
+                    norms[key] = torch.linalg.vector_norm(weights[key], dtype=_wide_dtype(weights[key]))
+        return cls(model, learning, weights, norms)
+
+    def empty_state(self, rows: int) -> LevelState:
+        """The state of `rows` rows before the first token."""
+        deltas = {}
+        for key, weight in self.weights.items():
+            deltas[key] = torch.zeros(rows, *weight.shape, dtype=_wide_dtype(weight), device=weight.device)
+        first = next(iter(deltas.values()))
+        levels = len(self.learning.periods)
+        counts = torch.zeros(rows, levels, dtype=torch.long, device=first.device)
+        return LevelState(
+            deltas,
+            gradients={},
+            tokens=counts.new_zeros(rows),
+            losses=first.new_zeros(rows, levels),
+            scored=counts,
+            steps=counts.clone(),
+            skipped=counts.new_zeros(rows, levels, 2),
+        )
+
+
+def _plain_weight(projection: nn.Module, key: MatrixKey) -> torch.Tensor:
+    """The trained weight [o, i] of a map."""
+    # an adapter keeps the trained map as `base_layer`
+    weight = getattr(projection, "base_layer", projection).weight.detach()
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()
+    elif type(weight).__module__.partition(".")[0] != "torch":
+        # a quantised weight
+        weight = weight.dequantize()
+    # engines flatten or empty the weights that they cut
+    if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
+        storage = "offloaded" if weight.is_meta else f"stored as {list(weight.shape)} {weight.dtype}"
+        raise ValueError(
+            f"{key.matrix} of block {key.block} is {storage}, so its level cannot learn: load the model whole, in "
+            "floating point or as torchao's int8"
+        )
+    return weight
+
+
+def _wide_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The dtype of a weight's difference: float32, or float64 for such a weight."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
 def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
     """Differences to the weights [B, o, i] by block, level and matrix; ValueError if they are of another model."""
     blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
@@ -141,25 +216,6 @@ def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dic
             )
         blocks.setdefault(block, {}).setdefault(level, {})[matrix] = delta
     return blocks
-
-
-def empty_state(weights: ByMatrix, levels: int, rows: int) -> LevelState:
-    """The state of `rows` rows before the first token, for `learning_weights` of that many levels a block."""
-    deltas = {}
-    for key, weight in weights.items():
-        dtype = _wide(weight)
-        deltas[key] = torch.zeros(rows, *weight.shape, dtype=dtype, device=weight.device)
-    first = next(iter(deltas.values()))
-    counts = torch.zeros(rows, levels, dtype=torch.long, device=first.device)
-    return LevelState(
-        deltas,
-        gradients={},
-        tokens=counts.new_zeros(rows),
-        losses=first.new_zeros(rows, levels),
-        scored=counts,
-        steps=counts.clone(),
-        skipped=counts.new_zeros(rows, levels, 2),
-    )
 
 
 def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: int) -> LevelState:
@@ -186,25 +242,26 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
                 f"was written with `{name}` of `level_learning` at {fields.get(name)}, and the model has {value}: set "
                 "the model's to the file's"
             )
-    weights = learning_weights(model, learning.resolved(model.config))
-    fresh = empty_state(weights, len(model.config.level_periods), rows)
-    if state.deltas.keys() != fresh.deltas.keys() or state.gradients.keys() - fresh.deltas.keys():
+    learner = Learner.of(model, learning)
+    empty = learner.empty_state(rows)
+    if state.deltas.keys() != empty.deltas.keys() or state.gradients.keys() - empty.deltas.keys():
         raise ValueError("holds what other levels than this model's have learned")
-    expected = fresh._replace(gradients={key: fresh.deltas[key] for key in state.gradients}).named_tensors()
+    expected = empty.with_gradients_of(set(state.gradients)).named_tensors()
     tensors = state.named_tensors()
     for name, tensor in tensors.items():
         like = expected[name]
         # a file may hold matrices in a lower precision
-        tensors[name] = tensor.to(like if name.startswith(("deltas.", "gradients.")) else like.device)
+        is_matrix = name.startswith(("deltas.", "gradients."))
+        tensors[name] = tensor.to(like if is_matrix else like.device)
         _check_tensor(name, tensors[name], like)
-    placed = LevelState.of_named(tensors)
-    drift = float(placed.drifts(weight_norms(weights)).max())
+    loaded = LevelState.of_named(tensors)
+    drift = float(loaded.drifts(learner.norms).max())
     if drift > _ROUNDED * learning.drift:
         raise ValueError(
             f"holds differences of {drift:.3g} times their matrices, beyond the `drift` {learning.drift} of "
             "`level_learning`: read the text again and save a new one"
         )
-    return placed
+    return loaded
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
@@ -218,49 +275,6 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         wrong = "negative counts"
     if wrong is not None:
         raise ValueError(f"holds {wrong} in 'levels.{name}': read the text again and save a new one")
-
-
-def _wide(weight: torch.Tensor) -> torch.dtype:
-    """The dtype in which a weight's difference is held: float32, or float64 for such a weight."""
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
-def weight_norms(weights: ByMatrix) -> ByMatrix:
-    """Norm |W| of each matrix, float32 or wider."""
-    return {key: torch.linalg.vector_norm(weight, dtype=_wide(weight)) for key, weight in weights.items()}
-
-
-def learning_weights(model: PreTrainedModel, learning: LevelLearning) -> ByMatrix:
-    """The trained weights of the matrices that learn, as plain tensors.
-
-    Raises:
-        ValueError: a matrix is sharded, offloaded, or quantised in a way that hides its values.
-    """
-    weights = {}
-    for block in learning.blocks:
-        for level, module in enumerate(model.base_model.layers[block].continuum.levels):
-            for name in learning.matrices:
-                weights[MatrixKey(block, level, name)] = _plain_weight(getattr(module, name), name, block)
-    return weights
-
-
-def _plain_weight(projection: nn.Module, name: str, block: int) -> torch.Tensor:
-    """The trained weight [o, i] of a map."""
-    # an adapter keeps the trained map as `base_layer`
-    weight = getattr(projection, "base_layer", projection).weight.detach()
-    if hasattr(weight, "full_tensor"):
-        weight = weight.full_tensor()
-    elif type(weight).__module__.partition(".")[0] != "torch":
-        # a quantised weight
-        weight = weight.dequantize()
-    # engines flatten or empty the weights that they cut
-    if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
-        how = "offloaded" if weight.is_meta else f"stored as {list(weight.shape)} {weight.dtype}"
-        raise ValueError(
-            f"{name} of block {block} is {how}, so its level cannot learn: load the model whole, in floating point or "
-            "as torchao's int8"
-        )
-    return weight
 
 
 def step(
@@ -294,3 +308,163 @@ def normalised(gradient: torch.Tensor) -> torch.Tensor:
     even = gradient * (total / rows) / columns
     rms = torch.linalg.vector_norm(even, dim=(1, 2), keepdim=True) / gradient[0].numel() ** 0.5
     return even / rms.clamp_min(1.0)
+
+
+class Piece(NamedTuple):
+    """Tokens that are read with the same levels."""
+
+    # arguments of the trunk
+    inputs: dict
+    # each token's next token [B, T], -100 where it is not scored
+    targets: torch.Tensor
+    # whether a token is no padding [B, T]
+    real: torch.Tensor
+    # whether a document begins with it, which is read without what was learned before
+    begins_document: bool
+    # whether the levels learn from it
+    teaches: bool
+
+
+class PieceResult(NamedTuple):
+    """What was read: detached."""
+
+    # hidden states [B, T, hidden_size]
+    hidden: torch.Tensor
+    # summed loss of each row [B] in nats, and its number of predictions
+    loss: torch.Tensor
+    scored: torch.Tensor
+
+
+class _PieceDeltas(NamedTuple):
+    """In place of the cache's `levels` while a piece is read."""
+
+    deltas: ByMatrix
+    # the first block that needs a graph
+    graph_from: int
+
+
+class _PeriodEnd(NamedTuple):
+    """What happens to each row's period of each level after a piece; all [B, L]."""
+
+    closes: torch.Tensor
+    # whether it takes a step, and the factor of the rate: 0 without one
+    steps: torch.Tensor
+    strength: torch.Tensor
+    # why it takes none
+    gated: torch.Tensor
+    not_finite: torch.Tensor
+
+
+def read_piece(learner: Learner, cache, piece: Piece) -> PieceResult:
+    """Read a piece; the cache is updated, with what the piece teaches."""
+    state = cache.levels
+    # tensors of this piece alone, so that its gradient does not go on through states that earlier pieces left
+    deltas = {key: delta.detach().requires_grad_() for key, delta in state.deltas.items()}
+    cache.levels = _PieceDeltas(deltas, graph_from=min(key.block for key in deltas))
+    with torch.enable_grad():
+        hidden = learner.model.base_model(**piece.inputs, cache=cache).last_hidden_state
+        # The last token's prediction is scored, not learned from: its target belongs to the next piece.
+        learned_loss = _row_losses(learner.model, hidden, piece.targets, slice(-1))
+        summed_loss = learned_loss.sum()
+    cache.levels = state
+    is_scored = piece.targets != IGNORED
+    with torch.no_grad():
+        last_loss = _row_losses(learner.model, hidden, piece.targets, slice(-1, None))
+    learned_loss = learned_loss.detach()
+    if piece.teaches:
+        predictions = is_scored[:, :-1].sum(1)
+        gradients = {}
+        if bool(predictions.any()):
+            tensors = torch.autograd.grad(summed_loss, list(deltas.values()))
+            gradients = dict(zip(deltas, tensors, strict=True))
+        with torch.no_grad():
+            read = _with_piece(state, piece.real, gradients, learned_loss, predictions)
+            cache.levels = _with_steps(learner, read)
+    cache.detach_()
+    return PieceResult(hidden.detach(), learned_loss + last_loss, scored=is_scored.sum(1))
+
+
+def _row_losses(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Summed next-token loss of some columns of each row [B] of hidden states [B, T, hidden_size], from float32.
+
+    The weight of the head gets no gradient.
+    """
+    losses = []
+    for row_hidden, row_targets in zip(hidden[:, columns], targets[:, columns], strict=True):
+        losses.append(model.summed_loss(row_hidden, row_targets, head_learns=False))
+    return torch.stack(losses)
+
+
+def _with_piece(
+    state: LevelState, real: torch.Tensor, gradients: ByMatrix, loss: torch.Tensor, predictions: torch.Tensor
+) -> LevelState:
+    """The state with a piece added to every open period.
+
+    Args:
+        real: whether a token is no padding [B, T].
+        gradients: of the summed loss [B, o, i]; none without a prediction.
+        loss: summed loss of each row that was learned from [B], and `predictions` their number.
+    """
+    sums = dict(state.gradients)
+    for key, gradient in gradients.items():
+        gradient = gradient.to(state.deltas[key].dtype)
+        sums[key] = sums[key] + gradient if key in sums else gradient
+    return state._replace(
+        gradients=sums,
+        tokens=state.tokens + real.sum(1).to(state.tokens),
+        losses=state.losses + loss[:, None].to(state.losses),
+        scored=state.scored + predictions[:, None].to(state.scored),
+    )
+
+
+def _with_steps(learner: Learner, state: LevelState) -> LevelState:
+    """The state after a step for every period that closes."""
+    end = _end_of_period(learner, state)
+    deltas = dict(state.deltas)
+    gradients = dict(state.gradients)
+    for key, norm in learner.norms.items():
+        if bool(end.steps[:, key.level].any()):
+            strength = end.strength[:, key.level].to(norm.device)
+            deltas[key] = step(deltas[key], gradients[key], norm, learner.learning, strength[:, None, None])
+        closes = end.closes[:, key.level]
+        if bool(closes.all()):
+            gradients.pop(key, None)
+        elif key in gradients and bool(closes.any()):
+            is_open = ~closes.to(norm.device)
+            gradients[key] = torch.where(is_open[:, None, None], gradients[key], 0.0)
+    return state._replace(
+        deltas=deltas,
+        gradients=gradients,
+        losses=torch.where(end.closes, 0.0, state.losses),
+        scored=torch.where(end.closes, 0, state.scored),
+        steps=state.steps + end.steps,
+        skipped=state.skipped + torch.stack([end.gated, end.not_finite], dim=-1),
+    )
+
+
+def _end_of_period(learner: Learner, state: LevelState) -> _PeriodEnd:
+    """Which periods end here, and with what step."""
+    learning = learner.learning
+    periods = torch.tensor(learning.periods, device=state.tokens.device)
+    # a piece of padding alone closes periods whose sums are empty
+    closes = state.tokens[:, None] % periods == 0
+    mean = state.losses / state.scored
+    is_finite = mean.isfinite()
+    for key, gradient in state.gradients.items():
+        # the norm is not finite if an entry is not
+        norm = torch.linalg.vector_norm(gradient, dim=(1, 2))
+        is_finite[:, key.level] &= norm.isfinite().to(is_finite.device)
+    guess = math.log(learner.model.config.vocab_size)
+    gated = mean > guess if learning.gate else torch.zeros_like(is_finite)
+    has_loss = closes & (state.scored > 0)
+    steps = has_loss & is_finite & ~gated
+    strength = torch.ones_like(mean)
+    if learning.brake:
+        strength = (mean / (learning.brake * guess)).clamp(max=1.0)
+    return _PeriodEnd(
+        closes,
+        steps,
+        strength=torch.where(steps, strength, 0.0),
+        gated=has_loss & is_finite & gated,
+        not_finite=has_loss & ~is_finite,
+    )

@@ -1,4 +1,4 @@
-"""Reading a text piece by piece while the levels learn from it, see `level_learning.py` for the rule.
+"""Reading a text piece by piece while the levels learn from it, see `level_learning.py` for the rule and a piece.
 
 Axes: B row, T token of the call, L level.
 """
@@ -6,7 +6,7 @@ Axes: B row, T token of the call, L level.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,7 @@ from .cache_hope import CACHE_NAME, HopeCache, takes_cache
 from .cache_parts import LevelState
 from .calls import check_inputs, check_labels
 from .documents import boundaries_of, later_begins
-from .level_learning import LevelLearning, learning_weights, weight_norms
-from .level_pieces import Learner, Piece, PieceResult, read_piece
+from .level_learning import Learner, LevelLearning, Piece, PieceResult, read_piece
 from .loss import IGNORED, HopeHead, next_labels, summed_cross_entropy
 
 
@@ -88,16 +87,11 @@ class Text:
 
     def row(self, index: int) -> "Text":
         """The text of one row."""
-        chosen = slice(index, index + 1)
-        return Text(
-            self.input_ids[chosen],
-            self.targets[chosen],
-            self.real[chosen],
-            self.begins[chosen],
-            attention_mask=None if self.attention_mask is None else self.attention_mask[chosen],
-            position_ids=None if self.position_ids is None else self.position_ids[chosen],
-            options=self.options,
-        )
+        tensors = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value[index : index + 1]
+        return replace(self, **tensors)
 
     def inputs(self, start: int, stop: int) -> dict:
         """Arguments of the trunk for the columns from `start` to `stop`."""
@@ -117,19 +111,19 @@ class Text:
         Args:
             tokens: number that each row's document has read before the call [B].
         """
-        rows = []
+        ends_of_rows = []
         length = self.input_ids.shape[1]
         for number, real, begins in zip(tokens.tolist(), self.real.tolist(), self.begins.tolist(), strict=True):
-            ends = []
+            ends = {length}
             for column in range(length):
                 if begins[column]:
-                    ends.append(column)
+                    ends.add(column)
                     number = 0
                 number += real[column]
                 if real[column] and number % period == 0:
-                    ends.append(column + 1)
-            rows.append(sorted({*ends, length} - {0}))
-        return rows
+                    ends.add(column + 1)
+            ends_of_rows.append(sorted(ends - {0}))
+        return ends_of_rows
 
 
 def check_learning(learning: LevelLearning | None, cache, input_ids, attention_mask, arguments: Mapping) -> None:
@@ -192,36 +186,21 @@ def text_of(model: PreTrainedModel, cache, input_ids, attention_mask, position_i
     return Text(input_ids, targets, real, begins, attention_mask, position_ids, options)
 
 
+@dataclass
 class TextReader:
-    """Reads a text whose rows have the same pieces, and lets the levels learn after each.
+    """Reads texts whose rows have the same pieces, and lets the levels learn after each piece."""
 
-    Args:
-        learner: the model, and how it learns.
-        cache: a `HopeCache`, which is read and updated.
-        text: the tokens of the call.
-        keeps_hidden: whether the result has hidden states.
-        keeps_cache: whether the cache is read later; else the last piece teaches nothing.
-        after_piece: called with the number of tokens, rows times columns, of every piece.
-    """
+    learner: Learner
+    # whether readings have hidden states
+    keeps_hidden: bool
+    # whether the cache is read later; else the last piece teaches nothing
+    keeps_cache: bool
+    # called with the number of tokens, rows times columns, of every piece
+    after_piece: Callable[[int], None] | None
 
-    def __init__(
-        self,
-        learner: Learner,
-        cache,
-        text: Text,
-        keeps_hidden: bool = True,
-        keeps_cache: bool = True,
-        after_piece: Callable[[int], None] | None = None,
-    ):
-        self.learner, self.cache, self.text = learner, cache, text
-        self.keeps_hidden, self.keeps_cache = keeps_hidden, keeps_cache
-        self.after_piece = after_piece
-        self.results: list[PieceResult] = []
-
-    def pieces(self, ends: list[int]) -> list[Piece]:
-        """The pieces that end at these columns."""
-        text = self.text
-        pieces = []
+    def read(self, text: Text, cache, ends: list[int]) -> Reading:
+        """The reading of a text whose pieces end at these columns; the cache, a `HopeCache`, is updated."""
+        results: list[PieceResult] = []
         for start, stop in pairwise([0, *ends]):
             piece = Piece(
                 inputs=text.inputs(start, stop),
@@ -230,35 +209,49 @@ class TextReader:
                 begins_document=bool(text.begins[0, start]),
                 teaches=self.keeps_cache or stop < ends[-1],
             )
-            pieces.append(piece)
-        return pieces
+            if piece.begins_document:
+                cache.levels = self.learner.empty_state(rows=len(piece.real))
+            result = read_piece(self.learner, cache, piece)
+            results.append(result if self.keeps_hidden else result._replace(hidden=None))
+            if self.after_piece is not None:
+                self.after_piece(piece.real.numel())
+        return _reading_of_pieces(results)
 
-    def read(self, piece: Piece) -> None:
-        """Read a piece; the cache is updated."""
-        if piece.begins_document:
-            self.cache.levels = self.learner.empty_state(rows=len(piece.real))
-        result = read_piece(self.learner, self.cache, piece)
-        self.results.append(result if self.keeps_hidden else result._replace(hidden=None))
-        if self.after_piece is not None:
-            self.after_piece(piece.real.numel())
+    def read_rows(self, text: Text, cache, ends_of_rows: list[list[int]]) -> Reading:
+        """The reading of rows whose pieces end at other columns than each other's: one row after the other."""
+        caches = []
+        readings = []
+        for row, ends in enumerate(ends_of_rows):
+            cache_of_row = cache.select([row])
+            readings.append(self.read(text.row(row), cache_of_row, ends))
+            caches.append(cache_of_row)
+        cache.join(caches)
+        return _reading_of_rows(readings)
 
-    def result(self) -> Reading:
-        """What the pieces that were read add up to."""
-        hidden = None
-        if self.keeps_hidden:
-            hidden = torch.cat([result.hidden for result in self.results], dim=1)
-        return Reading(
-            hidden,
-            loss=torch.stack([result.loss for result in self.results]).sum(0),
-            scored=torch.stack([result.scored for result in self.results]).sum(0),
-            pieces=[(float(result.loss.sum()), int(result.scored.sum())) for result in self.results],
-        )
 
-    def read_all(self, ends: list[int]) -> Reading:
-        """The result of all pieces, which end at these columns."""
-        for piece in self.pieces(ends):
-            self.read(piece)
-        return self.result()
+def _reading_of_pieces(results: list[PieceResult]) -> Reading:
+    """What the pieces of a text add up to."""
+    hidden, losses, scored = zip(*results, strict=True)
+    pieces = []
+    for result in results:
+        pieces.append((float(result.loss.sum()), int(result.scored.sum())))
+    return Reading(
+        hidden=None if hidden[0] is None else torch.cat(hidden, dim=1),
+        loss=torch.stack(losses).sum(0),
+        scored=torch.stack(scored).sum(0),
+        pieces=pieces,
+    )
+
+
+def _reading_of_rows(readings: list[Reading]) -> Reading:
+    """The reading of all rows, from those of each."""
+    hidden, losses, scored, pieces = zip(*readings, strict=True)
+    return Reading(
+        hidden=None if hidden[0] is None else torch.cat(hidden),
+        loss=torch.cat(losses),
+        scored=torch.cat(scored),
+        pieces=list(chain.from_iterable(pieces)),
+    )
 
 
 def read_and_learn(
@@ -298,47 +291,27 @@ def read_and_learn(
     learning = learning or model.config.level_learning
     check_learning(learning, cache, input_ids, attention_mask, kwargs)
     learning.check(model.config)
-    learning = learning.resolved(model.config)
-    weights = learning_weights(model, learning)
-    if cache.levels is not None and cache.levels.deltas.keys() != weights.keys():
+    learner = Learner.of(model, learning)
+    if cache.levels is not None and cache.levels.deltas.keys() != learner.weights.keys():
         raise ValueError(
             f"the cache holds what the matrices {', '.join(map(str, cache.levels.deltas))} have learned, and "
             "`level_learning` names others: set the fields back, or call cache.reset_levels()"
         )
-    learner = Learner(model, learning, weights, weight_norms(weights))
     text = text_of(model, cache, input_ids, attention_mask, position_ids, labels, kwargs)
-    options = dict(keeps_hidden=keeps_hidden, keeps_cache=keeps_cache, after_piece=after_piece)
+    reader = TextReader(learner, keeps_hidden, keeps_cache, after_piece)
     before = cache.snapshot()
     try:
         if cache.levels is None:
             cache.levels = learner.empty_state(rows=len(input_ids))
-        ends = text.piece_ends(cache.levels.tokens, learning.periods[0])
-        same_pieces = all(own == ends[0] for own in ends) and bool((text.begins == text.begins[:1]).all())
-        if same_pieces:
-            return TextReader(learner, cache, text, **options).read_all(ends[0])
-        parts = [cache.select([row]) for row in range(len(ends))]
-        readings = []
-        for row, part in enumerate(parts):
-            reader = TextReader(learner, part, text.row(row), **options)
-            readings.append(reader.read_all(ends[row]))
-        cache.join(parts)
-        return _joined(readings)
+        ends_of_rows = text.piece_ends(cache.levels.tokens, learner.learning.periods[0])
+        first_ends = ends_of_rows[0]
+        has_same_begins = bool((text.begins == text.begins[:1]).all())
+        if has_same_begins and ends_of_rows == [first_ends] * len(ends_of_rows):
+            return reader.read(text, cache, first_ends)
+        return reader.read_rows(text, cache, ends_of_rows)
     except BaseException:
         cache.rollback(before)
         raise
-
-
-def _joined(readings: list[Reading]) -> Reading:
-    """The reading of all rows, from those of each."""
-    hidden = None
-    if readings[0].hidden is not None:
-        hidden = torch.cat([reading.hidden for reading in readings])
-    return Reading(
-        hidden,
-        loss=torch.cat([reading.loss for reading in readings]),
-        scored=torch.cat([reading.scored for reading in readings]),
-        pieces=sum([reading.pieces for reading in readings], []),
-    )
 
 
 def report_of(
@@ -347,14 +320,18 @@ def report_of(
     """What a call has taught; `before` is the state before it."""
     counts = after.counts
     if before is not None:
-        for name, number in before.counts.items():
-            counts[name] = counts[name] - number
+        for name, count in before.counts.items():
+            counts[name] = counts[name] - count
     scored = int(reading.scored.sum())
     loss = float(reading.loss.sum()) / scored if scored else math.nan
+    losses = []
+    for piece_loss, piece_scored in reading.pieces:
+        if piece_scored:
+            losses.append(piece_loss / piece_scored)
     return LearningReport(
         tokens=tokens,
         loss=loss,
-        losses=[total / number for total, number in reading.pieces if number],
+        losses=losses,
         steps=counts["steps"].sum(0).tolist(),
         skipped_gate=int(counts["skipped_gate"].sum()),
         skipped_not_finite=int(counts["skipped_not_finite"].sum()),
@@ -423,7 +400,7 @@ class LearnsFromText:
             raise ValueError(
                 "the cache holds what levels have learned, and `level_learning` is None: set the field back"
             )
-        return cache.levels.drifts(weight_norms(learning_weights(self, learning.resolved(self.config))))
+        return cache.levels.drifts(Learner.of(self, learning).norms)
 
     @takes_cache
     def drift(self, cache: HopeCache) -> float:

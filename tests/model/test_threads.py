@@ -10,7 +10,7 @@ from learning_models import random_ids
 from mixers import HYBRID, MIXED
 
 from hope_hf import HopeCache, LevelLearning, frozen_memories, learning_rate_search
-from hope_hf.model import level_pieces
+from hope_hf.model import level_learning
 
 LEARNS = dict(periods=[8, 16], rate=0.05, drift=0.5, gate=False, brake=0.0)
 
@@ -37,14 +37,14 @@ def trained(model, ids) -> list[torch.Tensor]:
 
 def while_it_learns(monkeypatch, job):
     """Let the next piece that teaches wait for `job()` in another thread; returns a list of the job's result."""
-    results, compute = [], level_pieces._row_losses
+    results, compute = [], level_learning._row_losses
 
     def pause(*args, **kwargs):
-        monkeypatch.setattr(level_pieces, "_row_losses", compute)
+        monkeypatch.setattr(level_learning, "_row_losses", compute)
         results.append(in_another_thread(job))
         return compute(*args, **kwargs)
 
-    monkeypatch.setattr(level_pieces, "_row_losses", pause)
+    monkeypatch.setattr(level_learning, "_row_losses", pause)
     return results
 
 
