@@ -1,6 +1,7 @@
 """Configuration of HOPE, and its named sizes."""
 
 import math
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -62,10 +63,8 @@ def _hybrid(preset: str, level_intermediate_size: int) -> dict:
 
 
 # hybrids have as many parameters as the presets that they are named after
-PRESETS |= {
-    f"{name}-hybrid": _hybrid(name, size)
-    for name, size in (("tiny", 1176), ("pilot", 2736), ("mid", 7008), ("target", 4248))
-}
+for _name, _size in (("tiny", 1176), ("pilot", 2736), ("mid", 7008), ("target", 4248)):
+    PRESETS[f"{_name}-hybrid"] = _hybrid(_name, _size)
 
 # Prefixes of HOPE's own fields, also of those of older versions.
 _OWN_PREFIXES = (
@@ -289,17 +288,30 @@ class HopeConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
             self.layer_types = ["hope_memory"] * self.num_hidden_layers
-        divisible = self.head_dim > 0 and self.hidden_size % self.head_dim == 0
-        heads = self.hidden_size // self.head_dim if divisible else None
+        self._fill_heads()
+        if self.memory_learning_rate_bias is None:
+            self.memory_learning_rate_bias = [0.0, 0.0]
+        RULES[self.memory_rule].fill_defaults(self)
+        self._fill_levels()
+        # no field, and never saved; older versions of transformers add to it for tied heads
+        self.base_model_tp_plan = self._tensor_parallel_plan()
+        super().__post_init__(**kwargs)
+
+    def _fill_heads(self) -> None:
+        """Numbers of heads that fill the width; `None` where they cannot, which `validate_architecture` refuses."""
+        heads = memory_heads = None
+        if self.head_dim > 0 and self.hidden_size % self.head_dim == 0:
+            heads = self.hidden_size // self.head_dim
+            memory_heads = 2 * heads
         if self.num_attention_heads is None:
             self.num_attention_heads = heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_memory_heads is None:
-            self.num_memory_heads = None if heads is None else 2 * heads
-        if self.memory_learning_rate_bias is None:
-            self.memory_learning_rate_bias = [0.0, 0.0]
-        RULES[self.memory_rule].fill_defaults(self)
+            self.num_memory_heads = memory_heads
+
+    def _fill_levels(self) -> None:
+        """Levels that step every time, of equal sizes."""
         if self.level_periods is None:
             # less than an optimizer step, so every step
             self.level_periods = [1] * len(self.level_intermediate_sizes or [1])
@@ -308,9 +320,6 @@ class HopeConfig(PreTrainedConfig):
             squares = min((mixer.level_parameters for mixer in self.mixers), default=0)
             width = squares * self.hidden_size / (3 * len(self.level_periods))
             self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
-        # no field, and never saved; older versions of transformers add to it for tied heads
-        self.base_model_tp_plan = self._tensor_parallel_plan()
-        super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, LevelLearning.of(value) if name == "level_learning" else value)
@@ -318,7 +327,10 @@ class HopeConfig(PreTrainedConfig):
     def to_diff_dict(self) -> dict:
         """The fields as config.json holds them, with `layer_types` as `mixer_types`."""
         fields = super().to_diff_dict()
-        return {_SAVED_AS.get(name, name): value for name, value in fields.items()}
+        for name, saved_name in _SAVED_AS.items():
+            if name in fields:
+                fields[saved_name] = fields.pop(name)
+        return fields
 
     def to_dict(self) -> dict:
         """The fields by name."""
@@ -340,7 +352,10 @@ class HopeConfig(PreTrainedConfig):
     @property
     def needs(self) -> frozenset[str]:
         """Context that mixers need for a call (`layers.Mixer.needs`)."""
-        return frozenset().union(*(mixer.needs for mixer in self.mixers))
+        needs = set()
+        for mixer in self.mixers:
+            needs |= mixer.needs
+        return frozenset(needs)
 
     @property
     def keeps_state(self) -> bool:
@@ -350,7 +365,11 @@ class HopeConfig(PreTrainedConfig):
     @property
     def unused_fields(self) -> tuple[str, ...]:
         """Prefixes of the fields of mixers that no layer has."""
-        return tuple(prefix for kind in MIXERS.values() if kind not in self.mixers for prefix in kind.own_fields)
+        prefixes = []
+        for mixer in MIXERS.values():
+            if mixer not in self.mixers:
+                prefixes += mixer.own_fields
+        return tuple(prefixes)
 
     @property
     def has_memories(self) -> bool:
@@ -360,18 +379,22 @@ class HopeConfig(PreTrainedConfig):
     @property
     def has_positions(self) -> bool:
         """Whether any layer has attention, which needs rotary positions."""
-        return any("rotary" in mixer.needs for mixer in self.mixers)
+        return "rotary" in self.needs
 
     @property
     def longest_text(self) -> int | None:
         """Positions that attention knows, in tokens; `None` if no layer sees farther than a window."""
-        ends = any(mixer.needs & {"mask", "blocks"} for mixer in self.mixers)
-        return min(self.max_position_embeddings, rotary_reach(self) or math.inf) if ends else None
+        if not self.needs & {"mask", "blocks"}:
+            return None
+        return min(self.max_position_embeddings, rotary_reach(self) or math.inf)
 
     @property
     def attention_layer(self) -> int | None:
         """The first layer that takes transformers' attention masks."""
-        return next((layer for layer, mixer in enumerate(self.mixers) if "mask" in mixer.needs), None)
+        for layer, mixer in enumerate(self.mixers):
+            if "mask" in mixer.needs:
+                return layer
+        return None
 
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         """Forward FLOPs of the mixers' own products per token of a text of `sequence_length` tokens.
@@ -392,29 +415,24 @@ class HopeConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in transformers, but a field of another version of HOPE is an error, not an attribute."""
-        saved = {name: config_dict[key] for name, key in _SAVED_AS.items() if key in config_dict}
-        others = {name: value for name, value in config_dict.items() if name not in _SAVED_AS.values()}
-        config_dict = saved | others
-        rule = config_dict.get("paper_rule")
-        if rule is None or isinstance(rule, dict) and _PAPER_RULE | rule | {"depth": 1} == _PAPER_RULE:
-            # of before the options of the paper's rule were fixed
-            depth = {} if rule is None else {"memory_depth": rule.get("depth", 1)}
-            config_dict = {name: value for name, value in config_dict.items() if name != "paper_rule"} | depth
-        for name in config_dict:
+        fields = dict(config_dict)
+        for name, saved_name in _SAVED_AS.items():
+            if saved_name in fields:
+                fields.setdefault(name, fields.pop(saved_name))
+        _read_paper_rule(fields)
+        for name in fields:
             if name.startswith(_OWN_PREFIXES) and name not in cls.__dataclass_fields__:
                 raise ValueError(
                     f"the configuration has the field '{name}', which this version of HOPE does not know: another "
                     "version wrote it; load it with that one, or with trust_remote_code=True where its code is there"
                 )
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_dict(fields, **kwargs)
 
     @classmethod
     def check_field(cls, name: str) -> None:
         """Refuse a misspelled field, which `PreTrainedConfig` would silently keep as an attribute."""
         if name not in cls.__dataclass_fields__:
-            close = get_close_matches(name, cls.__dataclass_fields__, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"HopeConfig has no field '{name}'{hint}")
+            raise ValueError(f"HopeConfig has no field '{name}'{_similar(name, cls.__dataclass_fields__)}")
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """Linear maps that tensor parallelism shards, for transformers' `DistributedConfig(tp_size=...)`.
@@ -423,14 +441,17 @@ class HopeConfig(PreTrainedConfig):
         attention are computed whole on every rank: only the weights of their maps are sharded, and the outputs are
         gathered. The plan is the same for all layers, so attention beside such layers is also computed whole.
         """
+        plan = {}
         kinds = dict.fromkeys(self.mixers)
-        mixer = {name: style for kind in kinds for name, style in kind.tensor_parallel_maps(self).items()}
-        if len(kinds) > 1:
-            mixer = {name: "colwise_gather_output" for name in mixer if name.endswith("_proj")}
-        level = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-        return {f"layers.*.mixer.{name}": style for name, style in mixer.items()} | {
-            f"layers.*.continuum.levels.*.{name}": style for name, style in level.items()
-        }
+        for mixer in kinds:
+            for name, style in mixer.tensor_parallel_maps(self).items():
+                if len(kinds) == 1:
+                    plan[f"layers.*.mixer.{name}"] = style
+                elif name.endswith("_proj"):
+                    plan[f"layers.*.mixer.{name}"] = "colwise_gather_output"
+        for name, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise")):
+            plan[f"layers.*.continuum.levels.*.{name}"] = style
+        return plan
 
     def validate_layer_type(self):
         """One known kind for every layer; `@strict` calls it."""
@@ -448,27 +469,30 @@ class HopeConfig(PreTrainedConfig):
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
-        for name in dict.fromkeys(name for mixer in self.mixers for name in mixer.heads):
-            heads = getattr(self, name)
-            if heads is None:
-                raise ValueError(
-                    f"`hidden_size` ({self.hidden_size}) is not divisible by `head_dim` ({self.head_dim}): choose "
-                    f"another width, or give `{name}`"
-                )
-            if heads < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {heads}")
+        for mixer in self.mixers:
+            for name in mixer.heads:
+                self._validate_heads(name)
         if self.has_positions and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})"
             )
         if self.hidden_act not in ACT2FN:
-            close = get_close_matches(self.hidden_act, ACT2FN, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ", such as 'silu' or 'gelu'"
+            hint = _similar(self.hidden_act, ACT2FN) or ", such as 'silu' or 'gelu'"
             raise ValueError(f"`hidden_act` '{self.hidden_act}' is no activation of transformers{hint}")
         for mixer in MIXERS.values():
             mixer.check_config(self)
         self._validate_levels()
+
+    def _validate_heads(self, name: str):
+        heads = getattr(self, name)
+        if heads is None:
+            raise ValueError(
+                f"`hidden_size` ({self.hidden_size}) is not divisible by `head_dim` ({self.head_dim}): choose "
+                f"another width, or give `{name}`"
+            )
+        if heads < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {heads}")
 
     def _validate_levels(self):
         periods, sizes = self.level_periods, self.level_intermediate_sizes
@@ -483,6 +507,22 @@ class HopeConfig(PreTrainedConfig):
             raise ValueError(f"`level_periods` must go from fast to slow, got {periods}")
         if self.level_learning is not None:
             self.level_learning.check(self)
+
+
+def _read_paper_rule(fields: dict) -> None:
+    """Replace the field of before the options of the paper's rule were fixed, where it has the values of today."""
+    rule = fields.get("paper_rule")
+    if rule is None:
+        fields.pop("paper_rule", None)
+    elif isinstance(rule, dict) and _PAPER_RULE | rule | {"depth": 1} == _PAPER_RULE:
+        del fields["paper_rule"]
+        fields["memory_depth"] = rule.get("depth", 1)
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    """What an error adds if a known name is similar."""
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 # transformers and lm-eval ask these lists what a model predicts: `Trainer` shifts labels for the names of one alone.
