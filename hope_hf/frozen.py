@@ -15,8 +15,11 @@ def _without_peft(model: nn.Module) -> PreTrainedModel:
 
 def memory_mixers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The mixers of a HOPE that write memories through gates, by layer."""
-    blocks = _without_peft(model).base_model.layers
-    return {layer: block.mixer for layer, block in enumerate(blocks) if hasattr(block.mixer, "gates")}
+    mixers = {}
+    for layer, block in enumerate(_without_peft(model).base_model.layers):
+        if hasattr(block.mixer, "gates"):
+            mixers[layer] = block.mixer
+    return mixers
 
 
 @contextmanager
@@ -69,6 +72,7 @@ def mixed_losses(readings: Sequence[Tensor]) -> Tensor:
     Returns:
         Losses in nats a token [..., T], float64.
     """
-    totals = torch.stack([losses.double().cumsum(-1) for losses in readings])
+    totals = torch.stack(tuple(readings)).double().cumsum(-1)
     mixed = math.log(len(totals)) - (-totals).logsumexp(0)
-    return mixed.diff(prepend=torch.zeros_like(mixed[..., :1]))
+    before_text = torch.zeros_like(mixed[..., :1])
+    return mixed.diff(prepend=before_text)

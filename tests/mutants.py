@@ -136,15 +136,15 @@ MUTANTS = [
     Mutant(
         "positions of documents count padding",
         "model/documents.py",
-        "before = valid.cumsum(1) - valid.long()",
-        "before = torch.ones_like(valid).cumsum(1) - 1",
+        "before = real.cumsum(1) - real.long()",
+        "before = torch.ones_like(real).cumsum(1) - 1",
         "tests/model/test_inputs.py",
     ),
     Mutant(
         "a row's first token as a later document",
         "model/documents.py",
-        "(real & (real.cumsum(1) > 1))",
-        "(real & (real.cumsum(1) > 0))",
+        "is_later = real & (real.cumsum(1) > 1)",
+        "is_later = real & (real.cumsum(1) > 0)",
         "tests/model/test_inputs.py tests/model/test_level_learning.py",
     ),
     # attention

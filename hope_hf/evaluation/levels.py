@@ -66,14 +66,8 @@ def learned_scores(
             again = as_read
             if counts["steps"].any():
                 again = _read_again(model, cache, before, ids, targets)
-            piece = Piece(
-                end=end,
-                before=as_read.losses.mean(1),
-                after=again.losses.mean(1),
-                counts={name: count.cpu() for name, count in counts.items()},
-                drift=model.level_drifts(cache).cpu(),
-            )
-            pieces.append(piece)
+            drift = model.level_drifts(cache).cpu()
+            pieces.append(Piece(end, as_read.losses.mean(1), again.losses.mean(1), counts, drift))
         after_piece()
     num_levels = cache.levels.steps.shape[1]
     sizes = torch.zeros(num_levels, dtype=torch.long)
@@ -82,15 +76,17 @@ def learned_scores(
     return joined_scores(scores, 1), pieces, sizes
 
 
-def _new_counts(before: HopeCache, cache: HopeCache) -> dict[str, Tensor]:
-    """Steps, and steps left out by reason, since a snapshot [B, L]."""
+def _new_counts(before, cache: HopeCache) -> dict[str, Tensor]:
+    """Steps, and steps left out by reason, since a snapshot [B, L], on the CPU."""
     counts = cache.levels.counts
-    if before.levels is None:
-        return dict(counts)
-    return {name: count - before.levels.counts[name] for name, count in counts.items()}
+    for name, count in counts.items():
+        if before.levels is not None:
+            count = count - before.levels.counts[name]
+        counts[name] = count.cpu()
+    return counts
 
 
-def _read_again(model: PreTrainedModel, cache: HopeCache, before: HopeCache, ids: Tensor, targets: Tensor) -> Scores:
+def _read_again(model: PreTrainedModel, cache: HopeCache, before, ids: Tensor, targets: Tensor) -> Scores:
     """The scores of a piece from the state before it, with the levels after it; the cache stays as it is."""
     after = cache.snapshot()
     cache.rollback(before)
@@ -106,7 +102,7 @@ def joined(batches: list[list[Piece]]) -> list[Piece]:
     for parts in zip(*batches, strict=True):
         ends, before, after, counts, drifts = zip(*parts, strict=True)
         joined_counts = {}
-        for name in counts[0]:
+        for name in COUNTS:
             joined_counts[name] = torch.cat([count[name] for count in counts])
         pieces.append(Piece(ends[0], torch.cat(before), torch.cat(after), joined_counts, torch.cat(drifts)))
     return pieces
@@ -119,17 +115,19 @@ def level_rows(pieces: list[Piece], edges: list[int], sizes: Tensor) -> list[Row
     """
     rows = []
     for start, end in pairwise([0, *edges]):
-        earlier = [piece for piece in pieces if piece.end <= end]
-        inside = [piece for piece in earlier if start < piece.end]
+        inside = []
+        last = None
+        for piece in pieces:
+            if piece.end <= end:
+                last = piece
+                if piece.end > start:
+                    inside.append(piece)
         for level, size in enumerate(sizes.tolist()):
             row: Row = {"positions": f"{start + 1:,}-{end:,}", "level": level}
-            row |= dict.fromkeys(COUNTS, 0)
-            for piece in inside:
-                for name in COUNTS:
-                    row[name] += int(piece.counts[name][:, level].sum())
-            row["drift"] = float(earlier[-1].drift[:, level].max()) if earlier else 0.0
-            row["loss_before"] = None
-            row["loss_after"] = None
+            for name in COUNTS:
+                row[name] = sum(int(piece.counts[name][:, level].sum()) for piece in inside)
+            row["drift"] = 0.0 if last is None else float(last.drift[:, level].max())
+            row["loss_before"] = row["loss_after"] = None
             if row["steps"]:
                 row["loss_before"], row["loss_after"] = _losses_of_steps(inside, level)
             row["state_mib"] = size / 2**20
@@ -152,29 +150,31 @@ def _losses_of_steps(pieces: list[Piece], level: int) -> tuple[float, float]:
 
 def level_panels(pieces: list[Piece]) -> Panels:
     """Curves over the tokens of a text for `display.small_curves`, as means over texts; a drift is the largest."""
-    losses = {"as it was read": [], "read again after the step": []}
+    losses = defaultdict(list)
     drifts = defaultdict(list)
     steps = defaultdict(list)
     totals = dict.fromkeys(COUNTS, 0)
     for piece in pieces:
-        before = float(piece.before.mean())
-        after = float(piece.after.mean())
-        losses["as it was read"].append((piece.end, (before, None)))
-        losses["read again after the step"].append((piece.end, (after, None)))
+        losses["as it was read"].append(_point(piece, piece.before.mean()))
+        losses["read again after the step"].append(_point(piece, piece.after.mean()))
         for level, drift in enumerate(piece.drift.amax(0).tolist()):
-            drifts[f"level {level}"].append((piece.end, (100 * drift, None)))
+            drifts[f"level {level}"].append(_point(piece, 100 * drift))
         for name, label in COUNTS.items():
             totals[name] = totals[name] + piece.counts[name].double().mean(0)
-            for level, total in enumerate(totals[name].tolist()):
-                steps[f"level {level}: {label}"].append((piece.end, (total, None)))
-    shown_steps = {}
-    for label, points in steps.items():
+            for level, total in enumerate(totals[name]):
+                steps[f"level {level}: {label}"].append(_point(piece, total))
+    for label, points in list(steps.items()):
         _, (total, _) = points[-1]
         # a reason that never came is not drawn
-        if label.endswith("steps") or total:
-            shown_steps[label] = points
+        if not label.endswith("steps") and not total:
+            del steps[label]
     return {
         "loss of a piece, nats per token": losses,
         "drift: norm of what was learned, % of the matrix": drifts,
-        "steps so far, mean of the texts": shown_steps,
+        "steps so far, mean of the texts": steps,
     }
+
+
+def _point(piece: Piece, value: Tensor | float) -> tuple[int, tuple[float, None]]:
+    """The value at the end of a piece, without an error bar."""
+    return piece.end, (float(value), None)

@@ -1,14 +1,12 @@
 """Measures the memories: their gates, and how large their state becomes under unusual inputs."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hope_hf import HopeCache
 from hope_hf.frozen import memory_mixers
@@ -32,8 +30,10 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
     Horizon: 1 / (1 - alpha), the tokens after which a write has decayed to 1/e. A model that forgets within two tokens
     has no useful memory.
     """
-    texts = held_out_documents(args).head(args.limit).encoded(subject.encode)
-    texts = sorted((ids[:GATE_TOKENS] for ids in texts), key=len)
+    texts = []
+    for ids in held_out_documents(args).head(args.limit).encoded(subject.encode):
+        texts.append(ids[:GATE_TOKENS])
+    texts.sort(key=len)
     longest = []
     for ids in texts[-args.samples_per_length :]:
         longest.append(torch.tensor([[subject.start, *ids]]))
@@ -54,31 +54,37 @@ def memory(args: Arguments, subject: Subject) -> SuiteResult:
 def gate_rows(subject: Subject, texts: list[Tensor]) -> list[Row]:
     """A row per layer and head: mean and standard deviation over tokens of the rate, quartiles of the horizon."""
     mixers = memory_mixers(subject.model)
-    rates: dict[int, list[Tensor]] = defaultdict(list)
-    retentions: dict[int, list[Tensor]] = defaultdict(list)
-
-    def record(layer: int, mixer, arguments) -> None:
-        rate, retention = mixer.gate_values(arguments[0])
-        rates[layer].append(rate.flatten(0, 1).float().cpu())
-        retentions[layer].append(retention.flatten(0, 1).float().cpu())
-
-    handles = []
-    for layer, mixer in mixers.items():
-        handles.append(mixer.register_forward_pre_hook(partial(record, layer)))
+    recorders = []
+    for mixer in mixers.values():
+        recorders.append(_GateRecorder(mixer))
     try:
         for text in texts:
             subject.model(input_ids=text.to(subject.model.device), use_cache=False, logits_to_keep=1)
     finally:
-        for handle in handles:
-            handle.remove()
+        for recorder in recorders:
+            recorder.handle.remove()
     rows = []
-    for layer in mixers:
-        rate = torch.cat(rates[layer])
-        retention = torch.cat(retentions[layer])
+    for layer, recorder in zip(mixers, recorders, strict=True):
+        rate = torch.cat(recorder.rates)
+        retention = torch.cat(recorder.retentions)
         for head in range(rate.shape[1]):
             row = {"layer": layer, "head": head}
             rows.append(row | _head_row(rate[:, head], retention[:, head]))
     return rows
+
+
+class _GateRecorder:
+    """Keeps the gates of a mixer for every token that it reads, [tokens, heads] a call, until `handle` is removed."""
+
+    def __init__(self, mixer: nn.Module):
+        self.rates: list[Tensor] = []
+        self.retentions: list[Tensor] = []
+        self.handle = mixer.register_forward_pre_hook(self.record)
+
+    def record(self, mixer: nn.Module, arguments: tuple) -> None:
+        rate, retention = mixer.gate_values(arguments[0])
+        self.rates.append(rate.flatten(0, 1).float().cpu())
+        self.retentions.append(retention.flatten(0, 1).float().cpu())
 
 
 def _head_row(rate: Tensor, retention: Tensor) -> Row:
@@ -116,14 +122,13 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
     total = len(GATES) * len(inputs) * longest
     rows = []
     with progress(None, "memory: unusual inputs", total) as bar:
-        for gates, shifts in GATES.items():
+        for (gates, shifts), (name, ids) in product(GATES.items(), inputs.items()):
             with _shifted_gates(subject, *shifts):
-                for name, ids in inputs.items():
-                    for row in _read(subject, ids, lengths, bar):
-                        where = f"{row['tokens']:,} {name}, gates {gates}"
-                        if not row["largest_weight"] + row["largest_logit"] < float("inf"):
-                            raise CannotRun(f"memory: the state is not finite after {where}: the model diverges.")
-                        rows.append({"gates": gates, "input": name, **row})
+                for row in _read(subject, ids, lengths, bar):
+                    where = f"{row['tokens']:,} {name}, gates {gates}"
+                    if not row["largest_weight"] + row["largest_logit"] < float("inf"):
+                        raise CannotRun(f"memory: the state is not finite after {where}: the model diverges.")
+                    rows.append({"gates": gates, "input": name, **row})
     return rows
 
 
@@ -139,7 +144,9 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
         largest_logit = torch.maximum(largest_logit, logits.abs().max().float().cpu())
         bar.update(end - start)
         if end in lengths:
-            weights = [state.abs().max().cpu() for state in memory_states(cache)]
+            weights = []
+            for state in memory_states(cache):
+                weights.append(state.abs().max().cpu())
             largest_weight = float(torch.stack(weights).max())
             yield {"tokens": end, "largest_weight": largest_weight, "largest_logit": float(largest_logit)}
 
@@ -147,16 +154,17 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
 @contextmanager
 def _shifted_gates(subject: Subject, rate: float, forgetting: float) -> Iterator[None]:
     """Inside, the biases of the gates are larger by `rate` (learning rate) and `forgetting` (time step)."""
-    gates = [mixer.gates for mixer in memory_mixers(subject.model).values()]
+    shifts = []
+    for mixer in memory_mixers(subject.model).values():
+        shifts.append((mixer.gates.learning_rate_bias, rate))
+        shifts.append((mixer.gates.dt_bias, forgetting))
     learned = []
-    for gate in gates:
-        learned.append((gate.learning_rate_bias.detach().clone(), gate.dt_bias.detach().clone()))
+    for bias, _ in shifts:
+        learned.append(bias.detach().clone())
     try:
-        for gate in gates:
-            gate.learning_rate_bias.data.add_(rate)
-            gate.dt_bias.data.add_(forgetting)
+        for bias, shift in shifts:
+            bias.data.add_(shift)
         yield
     finally:
-        for gate, (rate_bias, forgetting_bias) in zip(gates, learned, strict=True):
-            gate.learning_rate_bias.data.copy_(rate_bias)
-            gate.dt_bias.data.copy_(forgetting_bias)
+        for (bias, _), values in zip(shifts, learned, strict=True):
+            bias.data.copy_(values)

@@ -145,11 +145,11 @@ def plan_tokens(
     return plans
 
 
-def reads_frozen(trunk: nn.Module, asked: bool | None = None) -> bool:
-    """Whether a call of a trunk is frozen: as it is `asked`, else if it is inside `frozen_memories`."""
+def reads_frozen(trunk: nn.Module, freeze_memories: bool | None = None) -> bool:
+    """Whether a call of a trunk is frozen: by its argument `freeze_memories`, else inside `frozen_memories`."""
     # the tracer cannot read a context variable
-    if asked is not None or torch.compiler.is_compiling():
-        return bool(asked)
+    if freeze_memories is not None or torch.compiler.is_compiling():
+        return bool(freeze_memories)
     return trunk in _FROZEN.get()
 
 
@@ -231,29 +231,29 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
         cache.layer_class_to_replicate = None
     number = -1 if layers is None else len(layers)
     if number != config.num_hidden_layers:
-        held = "no layers" if layers is None else f"{len(layers)} layers"
+        contents = "no layers" if layers is None else f"{number} layers"
         raise ValueError(
-            f"the cache is a {type(cache).__name__} of {held}, and the model has {config.num_hidden_layers}: "
+            f"the cache is a {type(cache).__name__} of {contents}, and the model has {config.num_hidden_layers}: "
             "give a HopeCache(model.config)"
         )
     # kinds of layers, of which one has been checked
     checked = set()
     for layer, kind in zip(layers, config.layer_types, strict=True):
         mixer = MIXERS[kind]
-        held, expected = getattr(layer, "state_class", None), mixer.state_class
+        state_class, expected = getattr(layer, "state_class", None), mixer.state_class
         # compared by name, since another copy of the code may have made the cache
-        if held is not expected and getattr(held, "__name__", None) != getattr(expected, "__name__", None):
+        if state_class is not expected and _name(state_class) != _name(expected):
             raise ValueError(
                 f"the cache is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
         if kind in checked:
             continue
-        if held is not None and layer.state is not None:
+        if state_class is not None and layer.state is not None:
             mixer.check_state(layer.state, config, hidden_states.dtype)
             checked.add(kind)
         # a layer that quantises its keys may hold none of them as they are
-        elif held is None and layer.is_initialized and layer.keys is not None and layer.keys.numel():
+        elif state_class is None and layer.is_initialized and layer.keys is not None and layer.keys.numel():
             _check_rows(len(layer.keys), hidden_states)
             _check_keys(layer.keys.dtype, hidden_states)
             checked.add(kind)
@@ -263,38 +263,45 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -
     return past
 
 
-def _check_rows(held: int, hidden_states: torch.Tensor) -> None:
-    if held != len(hidden_states):
+def _name(state_class: type[tuple] | None) -> str | None:
+    return None if state_class is None else state_class.__name__
+
+
+def _check_rows(cached_rows: int, hidden_states: torch.Tensor) -> None:
+    if cached_rows != len(hidden_states):
         raise ValueError(
-            f"the cache holds {held} sequences, and the input {len(hidden_states)}: choose rows with "
+            f"the cache holds {cached_rows} sequences, and the input {len(hidden_states)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
         )
 
 
-def _check_keys(held: torch.dtype, hidden_states: torch.Tensor) -> None:
+def _check_keys(dtype: torch.dtype, hidden_states: torch.Tensor) -> None:
     # under autocast keys have other dtypes than hidden states
-    if held != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+    if dtype != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
         raise ValueError(
-            f"the cache holds {held} keys, and this model computes them in {hidden_states.dtype}: read the text with "
+            f"the cache holds {dtype} keys, and this model computes them in {hidden_states.dtype}: read the text with "
             "the model as it is now"
         )
 
 
-def check_recomputing(cache: Cache, is_carried: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
+def check_recomputing(cache: Cache, is_functional: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
     """ValueError if blocks that are recomputed in the backward pass would read another cache than the first time.
 
     Args:
-        is_carried: whether blocks take states from the cache and return them, and do not write the cache.
+        is_functional: whether blocks take states from the cache and return them, and do not write the cache.
         blocks: blocks of a model in training.
     """
-    recomputing = [block._gradient_checkpointing_func for block in blocks if block.gradient_checkpointing]
-    if recomputing and not is_carried:
-        raise ValueError(
-            f"the cache is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
-            "again: give a HopeCache(model.config)"
-        )
-    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in recomputing):
-        raise ValueError(
-            "gradient checkpointing with use_reentrant=True cuts the gradient that goes through the cache: give "
-            "use_reentrant=False"
-        )
+    for block in blocks:
+        if not block.gradient_checkpointing:
+            continue
+        if not is_functional:
+            raise ValueError(
+                f"the cache is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
+                "again: give a HopeCache(model.config)"
+            )
+        options = getattr(block._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant"):
+            raise ValueError(
+                "gradient checkpointing with use_reentrant=True cuts the gradient that goes through the cache: give "
+                "use_reentrant=False"
+            )

@@ -23,7 +23,8 @@ class ContinuumLevel(nn.Module):
         super().__init__()
         self.level = level
         self.period = config.level_periods[level]
-        width, hidden = config.hidden_size, config.level_intermediate_sizes[level]
+        width = config.hidden_size
+        hidden = config.level_intermediate_sizes[level]
         self.norm = HopeRMSNorm(width, config.rms_norm_eps)
         self.gate_proj = nn.Linear(width, hidden, bias=config.mlp_bias)
         self.up_proj = nn.Linear(width, hidden, bias=config.mlp_bias)
@@ -34,17 +35,19 @@ class ContinuumLevel(nn.Module):
         """[B, T, hidden_size], with differences to the weights [B, o, i] of the maps that learned from each row."""
         normed = self.norm(hidden_states)
         if deltas is None:
-            return self.down_proj(self.act_fn(self.gate_proj(normed)) * self.up_proj(normed))
-        gate = self._moved("gate_proj", normed, deltas)
-        up = self._moved("up_proj", normed, deltas)
-        return self._moved("down_proj", self.act_fn(gate) * up, deltas)
+            gate = self.act_fn(self.gate_proj(normed))
+            return self.down_proj(gate * self.up_proj(normed))
+        gate = self.act_fn(_with_delta(self.gate_proj, normed, deltas.get("gate_proj")))
+        up = _with_delta(self.up_proj, normed, deltas.get("up_proj"))
+        return _with_delta(self.down_proj, gate * up, deltas.get("down_proj"))
 
-    def _moved(self, name: str, inputs: torch.Tensor, deltas: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The map of that name with weights `W + D` for each row."""
-        outputs = getattr(self, name)(inputs)
-        if name in deltas:
-            outputs = outputs + torch.bmm(inputs, deltas[name].to(inputs.dtype).mT)
+
+def _with_delta(projection: nn.Module, inputs: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """The map of inputs [B, T, i] with weights `W + D` for each row, `D` [B, o, i]."""
+    outputs = projection(inputs)
+    if delta is None:
         return outputs
+    return outputs + torch.bmm(inputs, delta.to(inputs.dtype).mT)
 
 
 class ContinuumMemory(nn.Module):

@@ -8,7 +8,6 @@ Axes: B row, T token of the call.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,11 @@ class Documents(NamedTuple):
 
 def boundaries_of(arguments: Mapping) -> dict[str, torch.Tensor]:
     """The `BOUNDARIES` of documents among the arguments, by name."""
-    return {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
+    boundaries = {}
+    for name in BOUNDARIES:
+        if arguments.get(name) is not None:
+            boundaries[name] = arguments[name]
+    return boundaries
 
 
 def read_documents(
@@ -51,40 +54,43 @@ def read_documents(
     Raises:
         ValueError: the arguments do not fit the call, or contradict each other.
     """
-    shape = hidden_states.shape[:2]
-    _check_positions(position_ids, shape[1])
-    padding, numbers = (None, None) if columns is None else _split_mask(columns)
+    batch_size, length = hidden_states.shape[:2]
+    device = hidden_states.device
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != length):
+        raise ValueError(
+            f"position_ids has the shape {tuple(position_ids.shape)}, and (batch, {length}) is needed: give those "
+            "of a single text as position_ids[None]"
+        )
+    padding = numbers = None
+    if columns is not None:
+        padding, numbers = _split_mask(columns)
     if numbers is None and not boundaries:
         return Documents(padding, position_ids)
     names = [*boundaries]
     if numbers is not None:
         names.append("attention_mask")
     _check_cache_takes_documents(cache, names)
-    valid = padding
     if padding is None:
-        valid = torch.ones(shape, dtype=torch.bool, device=hidden_states.device)
-    valid = valid.bool()
+        real = torch.ones(batch_size, length, dtype=torch.bool, device=device)
+    else:
+        real = padding.bool()
     positions = {}
     for name, value in boundaries.items():
-        begins = _begins(name, torch.as_tensor(value), shape).to(hidden_states.device)
-        positions[name] = _positions(begins, valid)
+        boundary = torch.as_tensor(value)
+        if name == "seq_idx":
+            begins = _begins_of_indices(boundary, batch_size, length)
+        else:
+            begins = _begins_of_ends(name, boundary, batch_size, length)
+        positions[name] = _positions(begins.to(device), real)
     if numbers is not None:
-        positions["attention_mask"] = _positions(_begins_of_numbers(numbers), valid)
+        positions["attention_mask"] = _positions(_begins_of_numbers(numbers), real)
     if not torch.compiler.is_compiling():
-        _check_agreement(positions, position_ids, valid)
+        _check_agreement(positions, position_ids, real)
     return Documents(padding, positions[names[0]])
 
 
-def _check_positions(position_ids: torch.Tensor | None, length: int) -> None:
-    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != length):
-        raise ValueError(
-            f"position_ids has the shape {tuple(position_ids.shape)}, and (batch, {length}) is needed: give those "
-            "of a single text as position_ids[None]"
-        )
-
-
 def _check_cache_takes_documents(cache: Cache | None, names: list[str]) -> None:
-    """ValueError if a cache cannot be told of documents by the arguments of these names."""
+    """ValueError if a cache cannot go on with documents that the arguments of these names give."""
     if cache is not None and (cache.is_compileable or cache.get_seq_length()):
         raise ValueError(
             f"{' and '.join(names)} cannot tell documents to a cache that has read tokens, or is a "
@@ -107,10 +113,14 @@ def mask_of_call(
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask.get("columns")
     elif attention_mask is not None and has_state:
-        check_mask(attention_mask, *shape, seen=0 if cache is None else cache.get_seq_length())
+        seen = 0 if cache is None else cache.get_seq_length()
+        check_mask(attention_mask, *shape, seen=seen)
     elif getattr(attention_mask, "ndim", None) != 2:
         attention_mask = None
-    return None if attention_mask is None else attention_mask[:, -shape[1] :]
+    if attention_mask is None:
+        return None
+    length = shape[1]
+    return attention_mask[:, -length:]
 
 
 def _split_mask(columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -129,23 +139,23 @@ def _split_mask(columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tenso
         return None, None
     if columns.dtype == torch.bool or not check_mask_values(columns):
         return columns, None
-    is_token = columns > 0
-    return None if bool(is_token.all()) else is_token, columns
+    real = columns > 0
+    padding = None if bool(real.all()) else real
+    return padding, columns
 
 
 def _check_agreement(
-    positions: dict[str, torch.Tensor], position_ids: torch.Tensor | None, valid: torch.Tensor
+    positions: dict[str, torch.Tensor], position_ids: torch.Tensor | None, real: torch.Tensor
 ) -> None:
     """ValueError if two arguments, whose positions [B, T] are given by name, begin documents at other tokens."""
-    first = next(iter(positions))
-    starts = (positions[first] == 0) & valid
+    first, *others = positions
+    starts = (positions[first] == 0) & real
     disagreements = {}
-    for name, other in positions.items():
-        if name != first:
-            disagreements[name] = starts != ((other == 0) & valid)
+    for name in others:
+        disagreements[name] = starts != ((positions[name] == 0) & real)
     if position_ids is not None:
         # positions may also go on through all documents of a row
-        disagreements["position_ids"] = (position_ids == 0) & valid & ~starts
+        disagreements["position_ids"] = (position_ids == 0) & real & ~starts
     for name, tokens in disagreements.items():
         if bool(tokens.any()):
             row, column = tokens.nonzero()[0].tolist()
@@ -157,7 +167,8 @@ def _check_agreement(
 
 def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int, seen: int) -> None:
     """ValueError unless a mask has one column per token, including the `seen` tokens of earlier calls."""
-    shape, expected = tuple(attention_mask.shape), (batch_size, seen + query_length)
+    shape = tuple(attention_mask.shape)
+    expected = (batch_size, seen + query_length)
     if not isinstance(attention_mask, torch.Tensor) or len(shape) != 2:
         raise ValueError(
             f"attention_mask has the shape {shape}, and layers that keep a state read no such masks: give {expected}, "
@@ -175,7 +186,7 @@ def check_mask_values(mask: torch.Tensor) -> bool:
 
     The call waits for the device.
     """
-    least, most = (float(value) for value in mask.to(torch.float64).aminmax())
+    least, most = map(float, mask.to(torch.float64).aminmax())
     is_whole = not mask.is_floating_point() or bool((mask == mask.round()).all())
     if least < 0 or not is_whole:
         raise ValueError(
@@ -191,46 +202,56 @@ def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Ten
     `padding` [B, C] may also hold columns before those of `position_ids` [B or 1, T].
     """
     real = padding.bool()
-    return (position_ids == 0) & (real & (real.cumsum(1) > 1))[:, -position_ids.shape[1] :]
+    is_later = real & (real.cumsum(1) > 1)
+    length = position_ids.shape[1]
+    return (position_ids == 0) & is_later[:, -length:]
 
 
-def _begins(name: str, value: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Whether a document begins with a token [B, T], from boundaries of the given name."""
-    rows, length = shape
-    if name == "seq_idx":
-        if value.ndim != 2 or value.shape[1] != length or value.shape[0] not in (1, rows):
-            raise ValueError(f"seq_idx has the shape {tuple(value.shape)}, and {tuple(shape)} is needed")
-        value = value.expand(shape)
-        return torch.cat([torch.ones_like(value[:, :1], dtype=torch.bool), value.diff(dim=1) != 0], dim=1)
-    if value.ndim != 1 or value.is_floating_point():
+def _begins_of_indices(seq_idx: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
+    """Whether a document begins with a token [B, T]: its index [B or 1, T] differs from that of the token before."""
+    if seq_idx.ndim != 2 or seq_idx.shape[1] != length or seq_idx.shape[0] not in (1, batch_size):
+        raise ValueError(f"seq_idx has the shape {tuple(seq_idx.shape)}, and {(batch_size, length)} is needed")
+    seq_idx = seq_idx.expand(batch_size, length)
+    first = torch.ones_like(seq_idx[:, :1], dtype=torch.bool)
+    differs = seq_idx.diff(dim=1) != 0
+    return torch.cat([first, differs], dim=1)
+
+
+def _begins_of_ends(name: str, ends: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
+    """Whether a document begins with a token [B, T]: 0 and the end of every document of the rows in a line [N]."""
+    tokens = batch_size * length
+    if ends.ndim != 1 or ends.is_floating_point():
         raise ValueError(
-            f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}: give whole numbers, 0 and the tokens up "
+            f"{name} is a {ends.dtype} tensor of shape {tuple(ends.shape)}: give whole numbers, 0 and the tokens up "
             "to the end of every document"
         )
     if not torch.compiler.is_compiling():
-        ends = value.tolist()
-        if ends[:1] != [0] or ends[-1] != rows * length or any(a > b for a, b in pairwise(ends)):
+        numbers = ends.tolist()
+        if numbers[:1] != [0] or numbers[-1] != tokens or numbers != sorted(numbers):
             raise ValueError(
-                f"{name} goes from {ends[:1]} to {ends[-1:]}, and it must grow from 0 to {rows * length}, the number "
+                f"{name} goes from {numbers[:1]} to {numbers[-1:]}, and it must grow from 0 to {tokens}, the number "
                 "of tokens of the input"
             )
-        if not set(range(0, rows * length, length)) <= set(ends):
+        if not set(range(0, tokens, length)) <= set(numbers):
             raise ValueError(f"{name} has a document that goes on from one row to the next: give a single row")
     # one more entry for the end of the last document
-    begins = torch.zeros(rows * length + 1, dtype=torch.bool, device=value.device)
-    return begins.scatter(0, value.long(), torch.ones_like(value, dtype=torch.bool))[:-1].view(shape)
+    begins = torch.zeros(tokens + 1, dtype=torch.bool, device=ends.device)
+    begins = begins.scatter(0, ends.long(), torch.ones_like(ends, dtype=torch.bool))
+    return begins[:-1].view(batch_size, length)
 
 
 def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
     """Whether a document begins with a token [B, T]: its number differs from that of the real token before it."""
     column = torch.arange(numbers.shape[1], device=numbers.device)
     real = numbers > 0
-    last = torch.where(real, column, -1).cummax(1).values
-    before = F.pad(last, (1, 0), value=-1)[:, :-1]
-    return real & ((before < 0) | (numbers.gather(1, before.clamp(min=0)) != numbers))
+    last_real = torch.where(real, column, -1).cummax(1).values
+    real_before = F.pad(last_real, (1, 0), value=-1)[:, :-1]
+    number_before = numbers.gather(1, real_before.clamp(min=0))
+    return real & ((real_before < 0) | (number_before != numbers))
 
 
-def _positions(begins: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def _positions(begins: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Number of real tokens of its document before each token [B, T]; a document may begin with padding."""
-    before = valid.cumsum(1) - valid.long()
-    return before - torch.where(begins, before, 0).cummax(1).values
+    before = real.cumsum(1) - real.long()
+    before_document = torch.where(begins, before, 0).cummax(1).values
+    return before - before_document
