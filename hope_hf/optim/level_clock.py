@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -55,25 +56,34 @@ class LevelClock(torch.optim.Optimizer):
                 loss = closure()
         self.create_states()
         for group in self.param_groups:
-            parameters, gradients = [], []
-            for parameter in group["params"]:
-                # If another process holds all of a parameter, it has no gradient here, but its clock still advances.
-                if parameter.grad is None and parameter.numel():
-                    continue
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if group["period_steps"] > 1:
-                    gradient = self._mean_gradient(parameter, gradient, group["period_steps"])
-                if gradient is not None:
-                    parameters.append(parameter)
-                    gradients.append(gradient)
-            if parameters:
-                states = [self.state[parameter] for parameter in parameters]
-                RULES[group["optimizer"]].update(parameters, gradients, states, group)
-            if group["period_steps"] > 1:
-                for parameter in parameters:
-                    self.state[parameter]["gradient_sum"].zero_()
-                    self.state[parameter]["tick"].zero_()
+            self._step_group(group)
         return loss
+
+    def _step_group(self, group: dict) -> None:
+        """Add a gradient to each parameter of a group, and update those whose period ends."""
+        period = group["period_steps"]
+        parameters = []
+        gradients = []
+        states = []
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                if parameter.numel():
+                    continue
+                # If another process holds all of a parameter, it has no gradient here, but its clock still advances.
+                gradient = torch.zeros_like(parameter)
+            if period > 1:
+                gradient = self._mean_gradient(parameter, gradient, period)
+            if gradient is not None:
+                parameters.append(parameter)
+                gradients.append(gradient)
+                states.append(self.state[parameter])
+        if parameters:
+            RULES[group["optimizer"]].update(parameters, gradients, states, group)
+        if period > 1:
+            for state in states:
+                state["gradient_sum"].zero_()
+                state["tick"].zero_()
 
     def _mean_gradient(self, parameter: Tensor, gradient: Tensor, period: int) -> Tensor | None:
         """Add a gradient to the parameter's sum; returns the mean at the end of a period."""
@@ -94,15 +104,17 @@ class LevelClock(torch.optim.Optimizer):
     def create_state(self, parameter: Tensor, group: dict) -> dict[str, Tensor]:
         """The state of one tensor of a group; created if there is none."""
         self._levels[parameter] = group["level"]
-        if not self.state[parameter]:
-            state = {"step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group))}
-            if group["period_steps"] > 1:
-                # Read in every call.
-                state["tick"] = torch.zeros((), dtype=torch.int64)
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
-            self.state[parameter] = state | RULES[group["optimizer"]].initial_state(parameter)
-        return self.state[parameter]
+        if self.state[parameter]:
+            return self.state[parameter]
+        state = {"step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group))}
+        if group["period_steps"] > 1:
+            # Read in every call.
+            state["tick"] = torch.zeros((), dtype=torch.int64)
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
+        state |= RULES[group["optimizer"]].initial_state(parameter)
+        self.state[parameter] = state
+        return state
 
     def load_state_dict(self, state_dict: dict):
         """Continue from `state_dict()`, a partly filled period included.
@@ -141,8 +153,10 @@ class LevelClock(torch.optim.Optimizer):
             state = self.state.get(parameter)
             if state and level is not None:
                 row = report[level]
-                row["updates"] = max(row["updates"], int(state["step"]))
-                row["steps_since_update"] = max(row["steps_since_update"], int(state.get("tick", 0)))
+                updates = int(state["step"])
+                tick = int(state.get("tick", 0))
+                row["updates"] = max(row["updates"], updates)
+                row["steps_since_update"] = max(row["steps_since_update"], tick)
         return dict(sorted(report.items()))
 
 
@@ -161,25 +175,23 @@ def recounted(calls: int, before: int, now: int) -> int:
 
 def require_same_groups(saved: list[dict], current: list[dict], keys: tuple[str, ...] = STRUCTURE) -> None:
     """ValueError if the groups of a saved state are not those of this run's optimizer, compared by `keys`."""
-    if len(saved) != len(current):
-        raise _of_another_run(f"{len(saved)} groups", f"{len(current)} groups")
-    for saved_group, group in zip(saved, current, strict=True):
-        there, here = _structure(saved_group, keys), _structure(group, keys)
+    saved_structure = _structure(saved, keys)
+    structure = _structure(current, keys)
+    for there, here in zip_longest(saved_structure, structure, fillvalue="no group"):
         if there != here:
-            raise _of_another_run(there, here)
+            raise ValueError(
+                f"The optimizer's state belongs to another run ({there} there, {here} here): resume with the batch "
+                "size, --optimizer and --level_optimizers that it was written with."
+            )
 
 
-def _structure(group: dict, keys: tuple[str, ...]) -> dict:
-    structure = {key: group.get(key) for key in keys}
-    structure["parameters"] = len(group["params"])
+def _structure(groups: list[dict], keys: tuple[str, ...]) -> list[dict]:
+    """What each group holds under these keys, and its number of parameters."""
+    structure = []
+    for group in groups:
+        values = {key: group.get(key) for key in keys}
+        structure.append(values | {"parameters": len(group["params"])})
     return structure
-
-
-def _of_another_run(there: dict | str, here: dict | str) -> ValueError:
-    return ValueError(
-        f"The optimizer's state belongs to another run ({there} there, {here} here): resume with the batch size, "
-        "--optimizer and --level_optimizers that it was written with."
-    )
 
 
 def warn_short_levels(optimizer: LevelClock, max_train_steps: int) -> None:
