@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
+
+from .cache_parts import NamedTensors
 
 CACHE_FILE = "hope_cache.safetensors"
 # format 1 had no checksum, format 2 stored the states of two groups of memories
@@ -56,9 +59,7 @@ class Fingerprint(NamedTuple):
         return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded
 
 
-def write_cache(
-    folder: Path, tensors: dict[str, torch.Tensor], model: Fingerprint, learning: dict | None = None
-) -> None:
+def write_cache(folder: Path, tensors: NamedTensors, model: Fingerprint, learning: dict | None = None) -> None:
     """Write the tensors of a cache; an existing file is replaced once the new one is complete.
 
     Args:
@@ -93,7 +94,7 @@ def write_cache(
         raise
 
 
-def read_cache(folder: Path) -> tuple[dict[str, torch.Tensor], Fingerprint, dict]:
+def read_cache(folder: Path) -> tuple[NamedTensors, Fingerprint, dict]:
     """The tensors that `write_cache` wrote, the fingerprint of their model, and its fields of `level_learning`.
 
     Raises:
@@ -137,7 +138,7 @@ def checksum_in(folder: Path) -> str | None:
         return "damaged"
 
 
-def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+def _checksum(tensors: NamedTensors, metadata: dict[str, str]) -> str:
     """A hash of everything in the file."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
@@ -151,7 +152,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
 
 
-def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> None:
+def check_tensors(folder: Path, tensors: NamedTensors, one_token: NamedTensors) -> None:
     """ValueError unless names, shapes, dtypes, values and counts of the layers' tensors are possible for the model.
 
     Args:
@@ -164,7 +165,7 @@ def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], one_token: dic
         raise ValueError(f"{folder / CACHE_FILE} {problem}: {_AGAIN}")
 
 
-def _problem_of_names(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> str | None:
+def _problem_of_names(tensors: NamedTensors, one_token: NamedTensors) -> str | None:
     """What a message says of the first tensor that is missing, or that the model does not have."""
     for name in sorted(tensors.keys() ^ one_token.keys()):
         if name in one_token:
@@ -173,22 +174,23 @@ def _problem_of_names(tensors: dict[str, torch.Tensor], one_token: dict[str, tor
     return None
 
 
-def _problem_of_tensors(tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor]) -> str | None:
+def _problem_of_tensors(tensors: NamedTensors, one_token: NamedTensors) -> str | None:
     """What a message says of the first tensor that no text leaves in a cache of this model."""
     # all layers must hold as many sequences and tokens as the first layer of each kind
     first = {}
     for name in sorted(one_token):
         first.setdefault(_kind(name), name)
     for kind in ("keys", "slot_keys", "seen"):
-        name = first.get(kind)
-        if name is not None:
-            shape = tensors[name].shape
+        if kind in first:
+            name = first[kind]
+            shape = list(tensors[name].shape)
             if len(shape) != one_token[name].ndim or 0 in shape:
-                return f"holds '{name}' as {list(shape)}"
+                return f"holds '{name}' as {shape}"
     for name, tensor in tensors.items():
-        shape = _needed_shape(name, tensors, one_token, first)
-        if list(tensor.shape) != shape:
-            return f"holds '{name}' as {list(tensor.shape)}, not {shape}"
+        shape = list(tensor.shape)
+        needed = _needed_shape(name, tensors, one_token, first)
+        if shape != needed:
+            return f"holds '{name}' as {shape}, not {needed}"
         computed = one_token[name].dtype
         if tensor.dtype != computed:
             return f"holds '{name}' as {tensor.dtype}, not {computed} (a model in {tensor.dtype} can load it)"
@@ -204,9 +206,7 @@ def _kind(name: str) -> str:
     return name.partition(".")[2]
 
 
-def _needed_shape(
-    name: str, tensors: dict[str, torch.Tensor], one_token: dict[str, torch.Tensor], first: dict[str, str]
-) -> list[int]:
+def _needed_shape(name: str, tensors: NamedTensors, one_token: NamedTensors, first: dict[str, str]) -> list[int]:
     """The shape of a tensor in a cache of as many sequences and tokens as the first layer of each kind has."""
     kind = _kind(name)
     shape = list(one_token[name].shape)
@@ -223,16 +223,18 @@ def _needed_shape(
     return shape
 
 
-def _are_possible_counts(name: str, tensors: dict[str, torch.Tensor], first: dict[str, str]) -> bool:
+def _are_possible_counts(name: str, tensors: NamedTensors, first: dict[str, str]) -> bool:
     """Whether a layer's `columns`, two integers, fit its `seen` [B] and those of the other layers."""
-    columns, is_uniform = tensors[name].tolist()
-    if columns <= 0 or is_uniform not in (0, 1) or not torch.equal(tensors[name], tensors[first["columns"]]):
+    counts = tensors[name].tolist()
+    columns, is_uniform = counts
+    if columns <= 0 or is_uniform not in (0, 1):
         return False
-    if "keys" in first and tensors[first["keys"]].shape[2] != columns:
+    if counts != tensors[first["columns"]].tolist():
         return False
-    seen = tensors[name.replace("columns", "seen")]
-    least = columns if is_uniform else 0
-    return least <= int(seen.min()) and int(seen.max()) <= columns
+    if "keys" in first and columns != tensors[first["keys"]].shape[2]:
+        return False
+    least, most = map(int, tensors[name.replace("columns", "seen")].aminmax())
+    return most <= columns and least >= (columns if is_uniform else 0)
 
 
 def _stays_finite(tensor: torch.Tensor) -> bool:
@@ -242,9 +244,11 @@ def _stays_finite(tensor: torch.Tensor) -> bool:
     """
     if not tensor.is_floating_point():
         return True
-    largest = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max ** 0.5 / tensor.shape[-1]
+    wide_dtype = torch.promote_types(tensor.dtype, torch.float32)
+    largest = torch.finfo(wide_dtype).max ** 0.5 / tensor.shape[-1]
     # false for NaN
-    return bool((tensor.abs().double() < largest).all())
+    is_small = tensor.abs().double() < largest
+    return bool(is_small.all())
 
 
 def is_of(model: PreTrainedModel, written: Fingerprint) -> bool:
@@ -262,19 +266,22 @@ def fingerprint(model: PreTrainedModel, all_fields: bool = False) -> Fingerprint
     A model keeps its fingerprint in bfloat16 and on another device, but not in float16, which rounds differently. A
     call reads every weight (0.04 s for 8 M parameters and 0.6 s for 160 M in float32, on one CPU core).
     """
-    fields = json.dumps(_fields_of_state(model.config, all_fields), sort_keys=True, default=str)
-    exact = hashlib.sha256(fields.encode())
+    fields = _fields_of_state(model.config, all_fields)
+    exact = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     rounded = exact.copy()
     for name, value in sorted(_values_in_use(model), key=itemgetter(0)):
-        if isinstance(value, torch.Tensor):
-            exact.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            exact.update(_bytes_of(value))
-            rounded.update(f"{name} {list(value.shape)}".encode())
-            rounded.update(_bytes_of(value.bfloat16() if value.is_floating_point() else value))
-        else:
+        if not isinstance(value, torch.Tensor):
             option = f"{name} {value}".encode()
             exact.update(option)
             rounded.update(option)
+            continue
+        shape = list(value.shape)
+        exact.update(f"{name} {value.dtype} {shape}".encode())
+        exact.update(_bytes_of(value))
+        if value.is_floating_point():
+            value = value.bfloat16()
+        rounded.update(f"{name} {shape}".encode())
+        rounded.update(_bytes_of(value))
     return Fingerprint(str(model.dtype), exact.hexdigest()[:16], rounded.hexdigest()[:16])
 
 
@@ -352,11 +359,12 @@ def _values_of_module(module: nn.Module, path: _ModulePath, adapters: set[str]) 
 def _values_of_wrapper(wrapper: nn.Module, path: _ModulePath, adapters: set[str]) -> Iterator[_Value]:
     """What a layer with adapters computes with: what it wraps and its active adapters, or a module instead of it."""
     modules = wrapper._modules
+    replacements = modules.get("modules_to_save", {})
     active = [] if wrapper.disable_adapters else wrapper.active_adapters
     for adapter in active:
-        if adapter in modules.get("modules_to_save", ()):
-            instead = modules["modules_to_save"][adapter]
-            yield from _values_of_module(instead, path.wrapped("modules_to_save", adapter), adapters)
+        if adapter in replacements:
+            replacement_path = path.wrapped("modules_to_save", adapter)
+            yield from _values_of_module(replacements[adapter], replacement_path, adapters)
             return
     wrapped = next(name for name in ("token_adapter", "base_layer", "original_module") if name in modules)
     yield from _values_of_module(modules[wrapped], path.wrapped(wrapped), adapters)
@@ -375,11 +383,12 @@ def _tensors_of_adapters(
     for key, module in wrapper._modules.items():
         if key == "base_layer":
             continue
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        inside = path.child(key)
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             adapter, _, rest = name.partition(".")
             if adapter not in unused:
-                short = f"{path.short}{key}.{position.get(adapter, adapter)}.{rest}"
-                yield _Value(f"{path.full}{key}.{name}", short, tensor)
+                index = position.get(adapter, adapter)
+                yield _Value(inside.full + name, f"{inside.short}{index}.{rest}", tensor)
 
 
 def _options_of_adapters(wrapper: nn.Module, path: _ModulePath, position: dict[str, str]) -> Iterator[_Value]:
@@ -388,11 +397,13 @@ def _options_of_adapters(wrapper: nn.Module, path: _ModulePath, position: dict[s
         if type(by_adapter) is not dict or key.startswith("_"):
             continue
         for adapter, index in position.items():
-            if adapter in by_adapter:
-                option = by_adapter[adapter]
-                if not isinstance(option, (float, int, str, torch.Tensor)):
-                    option = type(option).__name__
-                yield _Value(f"{path.full}{key}.{index}", f"{path.short}{key}.{index}", option)
+            if adapter not in by_adapter:
+                continue
+            option = by_adapter[adapter]
+            if not isinstance(option, (float, int, str, torch.Tensor)):
+                option = type(option).__name__
+            name = f"{key}.{index}"
+            yield _Value(path.full + name, path.short + name, option)
 
 
 def _plain_tensors(trunk: nn.Module, used: _Value) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,9 @@ from .cache_parts import (
     KeyValuePart,
     LearnedLevels,
     LevelState,
+    NamedTensors,
     Rows,
+    TensorFunction,
     is_memory_layer,
 )
 from .chunks import Past
@@ -158,7 +160,7 @@ class HopeCache(Rows, DynamicCache):
 
     # changes in place
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "HopeCache":
+    def map(self, function: TensorFunction) -> "HopeCache":
         """Apply `function` to every tensor, in place."""
         for part in self.parts.values():
             part.map(function)
@@ -301,7 +303,7 @@ class HopeCache(Rows, DynamicCache):
         """The layers of self-modifying memories."""
         return [layer for layer in self.layers if is_memory_layer(layer)]
 
-    def state_tensors(self, level_dtype: str = "float32") -> dict[str, torch.Tensor]:
+    def state_tensors(self, level_dtype: str = "float32") -> NamedTensors:
         """The cache's contents by name: batch-first tensors, and each memory's counts as two integers.
 
         `level_dtype` is that of what levels have learned (`LevelState.named_tensors`).
@@ -313,7 +315,7 @@ class HopeCache(Rows, DynamicCache):
         return tensors
 
     @classmethod
-    def from_state_tensors(cls, config: PreTrainedConfig, tensors: dict[str, torch.Tensor]) -> "HopeCache":
+    def from_state_tensors(cls, config: PreTrainedConfig, tensors: NamedTensors) -> "HopeCache":
         """The cache with these `state_tensors`."""
         cache = cls(config)
         for prefix, part in cache.parts.items():
@@ -409,7 +411,7 @@ class HopeCache(Rows, DynamicCache):
         return cache
 
 
-def _without_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _without_prefix(tensors: NamedTensors, prefix: str) -> NamedTensors:
     """The tensors whose names have a prefix, by the names behind it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 

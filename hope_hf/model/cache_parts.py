@@ -6,6 +6,7 @@ it asks of every `CachePart` in turn: a new part is a class in this file and an 
 Axes: B row, T token of the text, H head, L level, o and i outputs and inputs of a matrix.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .chunks import Past
 
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 # How a file holds what levels have learned, see `LevelState.named_tensors`.
 LEVEL_DTYPES = ("float32", "bfloat16", "int8")
 # Why a period ends without a step.
@@ -28,7 +31,7 @@ class KeyValues(NamedTuple):
     values: torch.Tensor
 
 
-def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) -> tuple:
+def map_state(function: TensorFunction, state: tuple) -> tuple:
     """The state with `function` applied to every tensor."""
     mapped = []
     for part in state:
@@ -39,7 +42,7 @@ def map_state(function: Callable[[torch.Tensor], torch.Tensor], state: tuple) ->
     return type(state)(*mapped)
 
 
-def named_tensors(state: tuple) -> dict[str, torch.Tensor]:
+def named_tensors(state: tuple) -> NamedTensors:
     """The tensors of a mixer's state by name, for a file: `field`, or `field.0`, `field.1` for a tuple."""
     tensors = {}
     for field, part in state._asdict().items():
@@ -51,12 +54,15 @@ def named_tensors(state: tuple) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def state_of_named(state_class: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple:
+def state_of_named(state_class: type[tuple], tensors: NamedTensors) -> tuple:
     """The inverse of `named_tensors`; a field without tensors is an empty tuple."""
     fields = dict.fromkeys(state_class._fields, ())
-    for name in sorted(tensors):
+    for name, tensor in sorted(tensors.items()):
         field, _, index = name.partition(".")
-        fields[field] = (*fields[field], tensors[name]) if index else tensors[name]
+        if index:
+            fields[field] = (*fields[field], tensor)
+        else:
+            fields[field] = tensor
     return state_class(**fields)
 
 
@@ -101,18 +107,19 @@ class CachePart(Rows):
         Raises:
             ValueError: another part is of another model.
         """
-        tensors = self.named_tensors()
-        others_tensors = [other.named_tensors() for other in others]
-        for other_tensors in others_tensors:
-            if other_tensors.keys() != tensors.keys():
-                raise ValueError("the caches hold other tensors than each other: join those of one model")
+        rows_by_name = defaultdict(list)
+        for part in (self, *others):
+            for name, tensor in part.named_tensors().items():
+                rows_by_name[name].append(tensor)
         joined = {}
-        for name, tensor in tensors.items():
-            same = [tensor]
-            for other_tensors in others_tensors:
-                same.append(other_tensors[name])
-            # counts of columns are equal, and the rows are uniform if those of all are
-            joined[name] = torch.stack(same).amin(0) if name == "columns" else _concatenated(same)
+        for name, tensors in rows_by_name.items():
+            if len(tensors) != 1 + len(others):
+                raise ValueError("the caches hold other tensors than each other: join those of one model")
+            if name == "columns":
+                # as many in all, and the rows are uniform if those of all parts are
+                joined[name] = torch.stack(tensors).amin(0)
+            else:
+                joined[name] = _concatenated(tensors)
         self.load(joined)
 
 
@@ -121,14 +128,21 @@ def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first = parts[0]
     if all(part.shape[1:] == first.shape[1:] for part in parts):
         return torch.cat(parts)
-    longest = max(part.shape[2] if part.ndim > 3 else 0 for part in parts)
+    for part in parts:
+        if part.ndim < 4 or _shape_of_blocks(part) != _shape_of_blocks(first):
+            raise ValueError("the caches hold tensors of other shapes than each other: join those of one model")
+    longest = max(part.shape[2] for part in parts)
+    unchanged = (0, 0) * (first.ndim - 3)
     padded = []
     for part in parts:
-        if part.ndim < 4 or part.shape[1:2] + part.shape[3:] != first.shape[1:2] + first.shape[3:]:
-            raise ValueError("the caches hold tensors of other shapes than each other: join those of one model")
-        unchanged = (0, 0) * (part.ndim - 3)
-        padded.append(F.pad(part, (*unchanged, 0, longest - part.shape[2])))
+        missing = longest - part.shape[2]
+        padded.append(F.pad(part, (*unchanged, 0, missing)))
     return torch.cat(padded)
+
+
+def _shape_of_blocks(tensor: torch.Tensor) -> torch.Size:
+    """The shape of a tensor [B, H, blocks, ...] without rows and number of blocks."""
+    return tensor.shape[1:2] + tensor.shape[3:]
 
 
 class HopeMemoryLayer(CachePart, CacheLayerMixin):
@@ -180,7 +194,7 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
     def crop(self, *args) -> None:
         raise RuntimeError("a layer's state cannot unread tokens: take a HopeCache.snapshot() and roll back")
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def map(self, function: TensorFunction) -> None:
         """Apply `function` to every tensor."""
         if self.state is not None:
             self.state = map_state(function, self.state)
@@ -194,20 +208,24 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
         """Move the state back to its device."""
         self.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def named_tensors(self, level_dtype: str = "float32") -> dict[str, torch.Tensor]:
+    def named_tensors(self, level_dtype: str = "float32") -> NamedTensors:
         """The layer's contents by name: batch-first tensors, and its counts `columns` as two integers."""
         if self.past is None:
             return {"columns": torch.tensor([0, 1])}
-        columns, is_uniform, seen, digest = self.past
-        counts = {"columns": torch.tensor([columns, int(is_uniform)]), "seen": seen, "digest": digest}
-        return named_tensors(self.state) | counts
+        tensors = named_tensors(self.state)
+        tensors["columns"] = torch.tensor([self.past.columns, int(self.past.is_uniform)])
+        tensors["seen"] = self.past.seen
+        tensors["digest"] = self.past.digest
+        return tensors
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         """Restore the result of `named_tensors`."""
         columns, is_uniform = tensors.pop("columns").tolist()
         if tensors:
-            past = Past(columns, bool(is_uniform), tensors.pop("seen"), tensors.pop("digest"))
-            self.update_state(state_of_named(self.state_class, tensors), past)
+            seen = tensors.pop("seen")
+            digest = tensors.pop("digest")
+            state = state_of_named(self.state_class, tensors)
+            self.update_state(state, Past(columns, bool(is_uniform), seen, digest))
 
     def add_padding(self, columns: int) -> None:
         """Count columns of padding in front of the text; no state depends on them."""
@@ -279,16 +297,16 @@ class KeyValuePart(CachePart):
         """As in transformers."""
         self.layer.crop(*args)
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def map(self, function: TensorFunction) -> None:
         """Apply `function` to keys and values."""
         if self.layer.is_initialized:
             self.update_state(map_state(function, self.state))
 
-    def named_tensors(self, level_dtype: str = "float32") -> dict[str, torch.Tensor]:
+    def named_tensors(self, level_dtype: str = "float32") -> NamedTensors:
         """`keys` and `values`."""
         return self.state._asdict() if self.layer.is_initialized else {}
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         """Restore the result of `named_tensors`."""
         if tensors:
             self.update_state(KeyValues(**tensors))
@@ -312,6 +330,12 @@ class MatrixKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.block}.{self.level}.{self.matrix}"
 
+    @classmethod
+    def of(cls, name: str) -> "MatrixKey":
+        """The inverse of `str`."""
+        block, level, matrix = name.split(".")
+        return cls(int(block), int(level), matrix)
+
 
 # A tensor for each matrix that learns.
 ByMatrix = dict[MatrixKey, torch.Tensor]
@@ -333,12 +357,14 @@ class LevelState(NamedTuple):
     steps: torch.Tensor
     skipped: torch.Tensor
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LevelState":
+    def map(self, function: TensorFunction) -> "LevelState":
         """The state with `function` applied to every tensor."""
         deltas, gradients, *counts = self
-        return LevelState(_map_matrices(function, deltas), _map_matrices(function, gradients), *map(function, counts))
+        deltas = {key: function(delta) for key, delta in deltas.items()}
+        gradients = {key: function(gradient) for key, gradient in gradients.items()}
+        return LevelState(deltas, gradients, *map(function, counts))
 
-    def named_tensors(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    def named_tensors(self, dtype: str = "float32") -> NamedTensors:
         """The tensors by name, for a file.
 
         Args:
@@ -360,16 +386,17 @@ class LevelState(NamedTuple):
         return tensors
 
     @classmethod
-    def of_named(cls, tensors: dict[str, torch.Tensor]) -> "LevelState":
+    def of_named(cls, tensors: NamedTensors) -> "LevelState":
         """The inverse of `named_tensors`; KeyError or ValueError if a tensor is missing or has another name."""
         matrices: dict[str, ByMatrix] = {"deltas": {}, "gradients": {}}
         for name, tensor in tensors.items():
             if name in cls._fields or name.startswith("factors."):
                 continue
-            field, block, level, matrix = name.split(".")
+            field, _, key = name.partition(".")
             factor = tensors.get(f"factors.{name}")
-            key = MatrixKey(int(block), int(level), matrix)
-            matrices[field][key] = tensor if factor is None else tensor * factor
+            if factor is not None:
+                tensor = tensor * factor
+            matrices[field][MatrixKey.of(key)] = tensor
         counts = map(tensors.__getitem__, cls._fields[2:])
         return cls(matrices["deltas"], matrices["gradients"], *counts)
 
@@ -385,7 +412,7 @@ class LevelState(NamedTuple):
         return self._replace(gradients=gradients)
 
     @property
-    def counts(self) -> dict[str, torch.Tensor]:
+    def counts(self) -> NamedTensors:
         """Steps of each row and level [B, L], and periods that ended without one, by reason."""
         return {
             "steps": self.steps,
@@ -397,18 +424,16 @@ class LevelState(NamedTuple):
         """Largest norm of a difference of each row and level [B, L], relative to its matrix's in `norms`."""
         largest = torch.zeros_like(self.losses)
         for key, delta in self.deltas.items():
-            drift = torch.linalg.vector_norm(delta, dim=(1, 2)) / norms[key]
-            largest[:, key.level] = largest[:, key.level].maximum(drift.to(largest))
+            norm = torch.linalg.vector_norm(delta, dim=(1, 2))
+            drift = (norm / norms[key]).to(largest)
+            largest_of_level = largest[:, key.level]
+            largest_of_level.copy_(largest_of_level.maximum(drift))
         return largest
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.named_tensors().values())
-
-
-def _map_matrices(function: Callable[[torch.Tensor], torch.Tensor], matrices: ByMatrix) -> ByMatrix:
-    return {key: function(matrix) for key, matrix in matrices.items()}
 
 
 class LearnedLevels(CachePart):
@@ -424,16 +449,16 @@ class LearnedLevels(CachePart):
     def crop(self, *args) -> None:
         """What was learned from tokens stays when they are cropped."""
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def map(self, function: TensorFunction) -> None:
         """Apply `function` to every tensor."""
         if self.state is not None:
             self.state = self.state.map(function)
 
-    def named_tensors(self, level_dtype: str = "float32") -> dict[str, torch.Tensor]:
+    def named_tensors(self, level_dtype: str = "float32") -> NamedTensors:
         """The tensors of the state, the matrices in `level_dtype`."""
         return {} if self.state is None else self.state.named_tensors(level_dtype)
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         """Restore the result of `named_tensors`."""
         if tensors:
             self.state = LevelState.of_named(tensors)
@@ -447,13 +472,16 @@ class LearnedLevels(CachePart):
     def append_rows(self, others: Sequence["LearnedLevels"], rows: Sequence[int]) -> None:
         """Append the rows of others; what a part has not learned is 0."""
         parts = [self, *others]
-        states = [part.state for part in parts if part.state is not None]
-        if not states:
-            return
+        learned = None
         open_periods = set()
-        for state in states:
-            open_periods.update(state.gradients)
+        for part in parts:
+            if part.state is not None:
+                learned = part.state
+                open_periods.update(learned.gradients)
+        if learned is None:
+            return
         for part, number in zip(parts, rows, strict=True):
-            state = states[0].zeros(number) if part.state is None else part.state
-            part.state = state.with_gradients_of(open_periods)
+            if part.state is None:
+                part.state = learned.zeros(number)
+            part.state = part.state.with_gradients_of(open_periods)
         super().append_rows(others, rows)

@@ -36,7 +36,8 @@ class ContinuumLevel(nn.Module):
         normed = self.norm(hidden_states)
         if deltas is None:
             gate = self.act_fn(self.gate_proj(normed))
-            return self.down_proj(gate * self.up_proj(normed))
+            up = self.up_proj(normed)
+            return self.down_proj(gate * up)
         gate = self.act_fn(_with_delta(self.gate_proj, normed, deltas.get("gate_proj")))
         up = _with_delta(self.up_proj, normed, deltas.get("up_proj"))
         return _with_delta(self.down_proj, gate * up, deltas.get("down_proj"))

@@ -21,7 +21,7 @@ Axes: B row, T token of the piece, L level, o and i outputs and inputs of a matr
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -150,11 +150,12 @@ class Learner(NamedTuple):
         weights = {}
         norms = {}
         for block in learning.blocks:
-            for level, module in enumerate(model.base_model.layers[block].continuum.levels):
-                for matrix in learning.matrices:
-                    key = MatrixKey(block, level, matrix)
-                    weights[key] = _plain_weight(getattr(module, matrix), key)
-                    norms[key] = torch.linalg.vector_norm(weights[key], dtype=_wide_dtype(weights[key]))
+            levels = model.base_model.layers[block].continuum.levels
+            for level, matrix in product(range(len(levels)), learning.matrices):
+                key = MatrixKey(block, level, matrix)
+                weight = _plain_weight(getattr(levels[level], matrix), key)
+                weights[key] = weight
+                norms[key] = torch.linalg.vector_norm(weight, dtype=_wide_dtype(weight))
         return cls(model, learning, weights, norms)
 
     def empty_state(self, rows: int) -> LevelState:
@@ -205,14 +206,16 @@ def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dic
     blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     sizes = config.level_intermediate_sizes
     for (block, level, matrix), delta in deltas.items():
-        shape = None
+        needed = None
         if block < config.num_hidden_layers and level < len(sizes):
-            outputs, inputs = sizes[level], config.hidden_size
-            shape = (inputs, outputs) if matrix == "down_proj" else (outputs, inputs)
-        if delta.shape[1:] != shape:
+            needed = [sizes[level], config.hidden_size]
+            if matrix == "down_proj":
+                needed.reverse()
+        _, *shape = delta.shape
+        if shape != needed:
             raise ValueError(
-                f"the cache holds what {matrix} of block {block} has learned as {list(delta.shape[1:])}, which does "
-                "not fit this model: give a cache that this model has written"
+                f"the cache holds what {matrix} of block {block} has learned as {shape}, which does not fit this "
+                "model: give a cache that this model has written"
             )
         blocks.setdefault(block, {}).setdefault(level, {})[matrix] = delta
     return blocks
@@ -278,20 +281,26 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def step(
-    delta: torch.Tensor, gradient: torch.Tensor, norm: torch.Tensor, learning: LevelLearning, strength: torch.Tensor
+    delta: torch.Tensor,
+    gradient: torch.Tensor,
+    norm: torch.Tensor,
+    learning: LevelLearning,
+    strength: torch.Tensor,
 ) -> torch.Tensor:
     """The next delta [B, o, i] of a matrix of the given norm; rows with a `strength` [B, 1, 1] of 0 keep theirs."""
     takes_step = strength > 0
     if not bool(takes_step.all()):
         # the gradient may be the reason, as a number that is not finite
         gradient = torch.where(takes_step, gradient, 0.0)
-    size = learning.rate * norm / gradient[0].numel() ** 0.5 * strength
+    root_of_entries = gradient[0].numel() ** 0.5
+    size = learning.rate * norm / root_of_entries * strength
     moved = torch.addcmul(delta, normalised(gradient), size, value=-1)
-    drift = torch.linalg.vector_norm(moved, dim=(1, 2), keepdim=True)
     tiny = torch.finfo(delta.dtype).tiny
-    factor = (learning.drift * norm / drift.clamp_min(tiny)).clamp(max=1.0)
+    drift = _norms(moved, dim=(1, 2)).clamp_min(tiny)
+    factor = (learning.drift * norm / drift).clamp(max=1.0)
     # a row without a step is inside the bound already
-    return moved * factor if bool((factor < 1).any()) else moved
+    exceeds = bool((factor < 1).any())
+    return moved * factor if exceeds else moved
 
 
 def normalised(gradient: torch.Tensor) -> torch.Tensor:
@@ -299,15 +308,21 @@ def normalised(gradient: torch.Tensor) -> torch.Tensor:
 
     As in Adafactor (arXiv 1804.04235), but of this gradient alone.
     """
-    total = torch.linalg.vector_norm(gradient, dim=(1, 2), keepdim=True)
-    rows = torch.linalg.vector_norm(gradient, dim=2, keepdim=True)
-    columns = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+    total = _norms(gradient, dim=(1, 2))
+    rows = _norms(gradient, dim=2)
+    columns = _norms(gradient, dim=1)
     # a row or column of zeros stays one
     rows = rows.masked_fill(rows == 0, 1.0)
     columns = columns.masked_fill(columns == 0, 1.0)
     even = gradient * (total / rows) / columns
-    rms = torch.linalg.vector_norm(even, dim=(1, 2), keepdim=True) / gradient[0].numel() ** 0.5
+    root_of_entries = gradient[0].numel() ** 0.5
+    rms = _norms(even, dim=(1, 2)) / root_of_entries
     return even / rms.clamp_min(1.0)
+
+
+def _norms(matrices: torch.Tensor, dim: int | tuple[int, int]) -> torch.Tensor:
+    """Norms of matrices [B, o, i] over axes, which stay with size 1."""
+    return torch.linalg.vector_norm(matrices, dim=dim, keepdim=True)
 
 
 class Piece(NamedTuple):
@@ -389,14 +404,21 @@ def _row_losses(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Ten
 
     The weight of the head gets no gradient.
     """
+    hidden = hidden[:, columns]
+    targets = targets[:, columns]
     losses = []
-    for row_hidden, row_targets in zip(hidden[:, columns], targets[:, columns], strict=True):
-        losses.append(model.summed_loss(row_hidden, row_targets, head_learns=False))
+    for row in range(len(hidden)):
+        loss = model.summed_loss(hidden[row], targets[row], head_learns=False)
+        losses.append(loss)
     return torch.stack(losses)
 
 
 def _with_piece(
-    state: LevelState, real: torch.Tensor, gradients: ByMatrix, loss: torch.Tensor, predictions: torch.Tensor
+    state: LevelState,
+    real: torch.Tensor,
+    gradients: ByMatrix,
+    loss: torch.Tensor,
+    predictions: torch.Tensor,
 ) -> LevelState:
     """The state with a piece added to every open period.
 
@@ -423,15 +445,17 @@ def _with_steps(learner: Learner, state: LevelState) -> LevelState:
     deltas = dict(state.deltas)
     gradients = dict(state.gradients)
     for key, norm in learner.norms.items():
-        if bool(end.steps[:, key.level].any()):
-            strength = end.strength[:, key.level].to(norm.device)
-            deltas[key] = step(deltas[key], gradients[key], norm, learner.learning, strength[:, None, None])
-        closes = end.closes[:, key.level]
+        level = key.level
+        if bool(end.steps[:, level].any()):
+            # [B, 1, 1]
+            strength = end.strength[:, level, None, None].to(norm.device)
+            deltas[key] = step(deltas[key], gradients[key], norm, learner.learning, strength)
+        closes = end.closes[:, level]
         if bool(closes.all()):
             gradients.pop(key, None)
         elif key in gradients and bool(closes.any()):
-            is_open = ~closes.to(norm.device)
-            gradients[key] = torch.where(is_open[:, None, None], gradients[key], 0.0)
+            is_open = ~closes[:, None, None].to(norm.device)
+            gradients[key] = torch.where(is_open, gradients[key], 0.0)
     return state._replace(
         deltas=deltas,
         gradients=gradients,
