@@ -49,7 +49,8 @@ def learned_scores(
     Returns:
         The scores, the pieces that ended a period, and the bytes of each level's differences in a text [L].
     """
-    period = model.config.level_learning.resolved(model.config).periods[0]
+    learning = model.config.level_learning.resolved(model.config)
+    period = learning.periods[0]
     length = input_ids.shape[1] - 1
     cache = HopeCache(model.config)
     scores = []
@@ -59,7 +60,8 @@ def learned_scores(
         ids = input_ids[:, start:end].to(model.device)
         targets = input_ids[:, start + 1 : end + 1]
         before = cache.snapshot()
-        as_read = score(model(ids, cache=cache, learn=True).logits, targets)
+        logits = model(ids, cache=cache, learn=True).logits
+        as_read = score(logits, targets)
         scores.append(as_read)
         if end - start == period:
             counts = _new_counts(before, cache)
@@ -69,11 +71,16 @@ def learned_scores(
             drift = model.level_drifts(cache).cpu()
             pieces.append(Piece(end, as_read.losses.mean(1), again.losses.mean(1), counts, drift))
         after_piece()
+    return joined_scores(scores, 1), pieces, _sizes_in_a_text(cache)
+
+
+def _sizes_in_a_text(cache: HopeCache) -> Tensor:
+    """Bytes of each level's differences in a text [L]."""
     num_levels = cache.levels.steps.shape[1]
     sizes = torch.zeros(num_levels, dtype=torch.long)
     for key, delta in cache.levels.deltas.items():
         sizes[key.level] += delta[0].nbytes
-    return joined_scores(scores, 1), pieces, sizes
+    return sizes
 
 
 def _new_counts(before, cache: HopeCache) -> dict[str, Tensor]:
@@ -91,9 +98,9 @@ def _read_again(model: PreTrainedModel, cache: HopeCache, before, ids: Tensor, t
     after = cache.snapshot()
     cache.rollback(before)
     cache.levels = after.levels
-    scores = score(model(ids, cache=cache).logits, targets)
+    logits = model(ids, cache=cache).logits
     cache.rollback(after)
-    return scores
+    return score(logits, targets)
 
 
 def joined(batches: list[list[Piece]]) -> list[Piece]:

@@ -1,5 +1,6 @@
 """Measures the memories: their gates, and how large their state becomes under unusual inputs."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -113,11 +114,13 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
     """
     longest = lengths[-1]
     generator = torch.Generator().manual_seed(args.seed)
-    random_ids = torch.randint(subject.model.config.vocab_size, (1, longest), generator=generator)
+    vocab_size = subject.model.config.vocab_size
+    random_ids = torch.randint(vocab_size, (1, longest), generator=generator)
+    in_turn = torch.arange(longest) % 2
     inputs = {
         "random tokens": random_ids,
         "one token": random_ids[:, :1].expand(-1, longest),
-        "two tokens in turn": random_ids[:, torch.arange(longest) % 2],
+        "two tokens in turn": random_ids[:, in_turn],
     }
     total = len(GATES) * len(inputs) * longest
     rows = []
@@ -125,8 +128,9 @@ def stress(args: Arguments, subject: Subject, lengths: list[int]) -> list[Row]:
         for (gates, shifts), (name, ids) in product(GATES.items(), inputs.items()):
             with _shifted_gates(subject, *shifts):
                 for row in _read(subject, ids, lengths, bar):
-                    where = f"{row['tokens']:,} {name}, gates {gates}"
-                    if not row["largest_weight"] + row["largest_logit"] < float("inf"):
+                    largest = row["largest_weight"] + row["largest_logit"]
+                    if not math.isfinite(largest):
+                        where = f"{row['tokens']:,} {name}, gates {gates}"
                         raise CannotRun(f"memory: the state is not finite after {where}: the model diverges.")
                     rows.append({"gates": gates, "input": name, **row})
     return rows
@@ -140,15 +144,20 @@ def _read(subject: Subject, ids: Tensor, lengths: list[int], bar) -> Iterator[Ro
     for start, end in pairwise([0, *piece_ends(lengths[-1], lengths)]):
         piece = ids[:, start:end].to(subject.model.device)
         logits = subject.model(piece, cache=cache).logits
+        largest_here = logits.abs().max().float().cpu()
         # Not Python's max(), which would drop a NaN.
-        largest_logit = torch.maximum(largest_logit, logits.abs().max().float().cpu())
+        largest_logit = torch.maximum(largest_logit, largest_here)
         bar.update(end - start)
         if end in lengths:
             weights = []
             for state in memory_states(cache):
                 weights.append(state.abs().max().cpu())
-            largest_weight = float(torch.stack(weights).max())
-            yield {"tokens": end, "largest_weight": largest_weight, "largest_logit": float(largest_logit)}
+            largest_weight = torch.stack(weights).max()
+            yield {
+                "tokens": end,
+                "largest_weight": float(largest_weight),
+                "largest_logit": float(largest_logit),
+            }
 
 
 @contextmanager

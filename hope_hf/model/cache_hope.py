@@ -70,7 +70,8 @@ class Snapshot(NamedTuple):
     @classmethod
     def of(cls, layers: list[CacheLayerMixin], others: dict[str, CachePart]) -> "Snapshot":
         """A snapshot with copies of these parts."""
-        return cls(list(map(copy.copy, layers)), {name: copy.copy(part) for name, part in others.items()})
+        copied_others = {name: copy.copy(part) for name, part in others.items()}
+        return cls(list(map(copy.copy, layers)), copied_others)
 
     @property
     def levels(self) -> LevelState | None:
@@ -237,13 +238,18 @@ class HopeCache(Rows, DynamicCache):
         padded_masks = []
         for cache, mask in zip(caches, attention_masks, strict=True):
             missing = max(lengths) - mask.shape[1]
-            padded = copy.copy(cache)
-            if missing:
-                for part in padded.parts.values():
-                    part.add_padding(missing)
-            padded_caches.append(padded)
+            padded_caches.append(cache._with_padding(missing))
             padded_masks.append(F.pad(mask, (missing, 0)))
-        return padded_caches[0].join(padded_caches), torch.cat(padded_masks)
+        joined = padded_caches[0].join(padded_caches)
+        return joined, torch.cat(padded_masks)
+
+    def _with_padding(self, columns: int) -> "HopeCache":
+        """A copy that has read that many columns of padding in front."""
+        padded = copy.copy(self)
+        if columns:
+            for part in padded.parts.values():
+                part.add_padding(columns)
+        return padded
 
     def split(self, attention_mask: torch.Tensor | None = None) -> list["HopeCache"]:
         """A cache of every row, without padding; this one stays.

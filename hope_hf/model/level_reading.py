@@ -95,10 +95,12 @@ class Text:
 
     def inputs(self, start: int, stop: int) -> dict:
         """Arguments of the trunk for the columns from `start` to `stop`."""
-        inputs = {"input_ids": self.input_ids[:, start:stop], **self.options}
+        inputs = dict(self.options)
+        inputs["input_ids"] = self.input_ids[:, start:stop]
         if self.attention_mask is not None:
+            columns = self.attention_mask.shape[1]
             later = self.input_ids.shape[1] - stop
-            inputs["attention_mask"] = self.attention_mask[:, : self.attention_mask.shape[1] - later]
+            inputs["attention_mask"] = self.attention_mask[:, : columns - later]
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids[:, start:stop]
         return inputs
@@ -166,20 +168,22 @@ def text_of(model: PreTrainedModel, cache, input_ids, attention_mask, position_i
     """
     length = input_ids.shape[1]
     real = torch.ones_like(input_ids, dtype=torch.bool)
+    has_padding = False
     if attention_mask is not None:
         real = attention_mask[:, -length:].bool()
+        has_padding = not bool((attention_mask == 1).all())
     begins = torch.zeros_like(real)
     if position_ids is not None:
         position_ids = position_ids.expand(input_ids.shape)
         begins = later_begins(real, position_ids)
         if cache.get_seq_length():
             begins |= (position_ids == 0) & real
-        has_padding = attention_mask is not None and not bool((attention_mask == 1).all())
         if has_padding and bool(begins.any()):
             raise ValueError("learn=True reads rows of several documents without padding: leave attention_mask out")
     elif attention_mask is not None and "mask" in model.config.needs:
         # as `generate` counts them: padding has no position
-        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+        positions = attention_mask.long().cumsum(1) - 1
+        position_ids = positions.clamp(min=0)[:, -length:]
     if labels is None:
         labels = input_ids.masked_fill(~real, IGNORED)
     targets = next_labels(labels).masked_fill(~real, IGNORED)
@@ -441,12 +445,17 @@ class LearnsFromText:
         before = getattr(cache, "levels", None)
         with logging.tqdm(total=text.numel(), desc="learn", unit="token", disable=not progress) as bar:
             reading = read_and_learn(self, cache, text, attention_mask, keeps_hidden=False, after_piece=bar.update)
-        tokens = text.numel() if attention_mask is None else int(attention_mask[:, -text.shape[1] :].sum())
+        tokens = text.numel()
+        if attention_mask is not None:
+            length = text.shape[1]
+            tokens = int(attention_mask[:, -length:].sum())
         return report_of(reading, before, cache.levels, self.drift(cache), tokens)
 
 
 def learning_rate_search(
-    model: PreTrainedModel, texts: Iterable[torch.Tensor], rates: Iterable[float] = (0.0025, 0.01, 0.025, 0.1)
+    model: PreTrainedModel,
+    texts: Iterable[torch.Tensor],
+    rates: Iterable[float] = (0.0025, 0.01, 0.025, 0.1),
 ) -> LevelLearning:
     """The model's `level_learning` with that rate whose levels predict the texts best while they read them.
 
@@ -477,18 +486,22 @@ def learning_rate_search(
 
     ```
     """
-    texts, rates = list(texts), list(rates)
+    texts = list(texts)
+    rates = list(rates)
     if not rates or not texts or min(map(len, texts)) < 2:
         raise ValueError("learning_rate_search needs rates, and texts of at least two tokens: give both.")
     fields = model.config.level_learning or LevelLearning()
     reference = fields if fields.rate else LevelLearning()
     ratio = reference.drift / reference.rate
-    best, least = None, math.inf
+    best = None
+    least_loss = math.inf
     for rate in rates:
-        learning = replace(fields, rate=rate, drift=min(1.0, ratio * rate))
+        drift = min(1.0, ratio * rate)
+        learning = replace(fields, rate=rate, drift=drift)
         loss = _loss_while_learning(model, texts, learning)
-        if best is None or loss < least:
-            best, least = learning, loss
+        if best is None or loss < least_loss:
+            best = learning
+            least_loss = loss
     return best
 
 

@@ -106,7 +106,8 @@ class LevelClock(torch.optim.Optimizer):
         self._levels[parameter] = group["level"]
         if self.state[parameter]:
             return self.state[parameter]
-        state = {"step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group))}
+        device = _step_device(parameter, group)
+        state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         if group["period_steps"] > 1:
             # Read in every call.
             state["tick"] = torch.zeros((), dtype=torch.int64)
@@ -129,10 +130,12 @@ class LevelClock(torch.optim.Optimizer):
         for saved_group, group in zip(saved_groups, self.param_groups, strict=True):
             for index, parameter in zip(saved_group["params"], group["params"], strict=True):
                 saved = state_dict["state"].get(index, {})
-                devices = {"step": _step_device(parameter, group), "tick": "cpu", "gradient_sum": parameter.device}
+                state = self.state[parameter]
+                step_device = _step_device(parameter, group)
+                devices = {"step": step_device, "tick": "cpu", "gradient_sum": parameter.device}
                 for key, device in devices.items():
                     if key in saved:
-                        self.state[parameter][key] = saved[key].to(device, copy=True)
+                        state[key] = saved[key].to(device, copy=True)
 
     def level_report(self) -> dict[int, dict[str, int]]:
         """The state of each level's clock: {level: {updates, steps_since_update, period_steps, period_tokens}}."""
