@@ -140,16 +140,19 @@ def checksum_in(folder: Path) -> str | None:
 
 def _checksum(tensors: NamedTensors, metadata: dict[str, str]) -> str:
     """A hash of everything in the file."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    header = json.dumps(metadata, sort_keys=True)
+    digest = hashlib.sha256(header.encode())
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        kind = f"{name} {tensor.dtype} {list(tensor.shape)}"
+        digest.update(kind.encode())
         digest.update(_bytes_of(tensor))
     return digest.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row by row."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
+    flat = tensor.contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).cpu().numpy())
 
 
 def check_tensors(folder: Path, tensors: NamedTensors, one_token: NamedTensors) -> None:

@@ -38,7 +38,8 @@ class ContinuumLevel(nn.Module):
             gate = self.act_fn(self.gate_proj(normed))
             up = self.up_proj(normed)
             return self.down_proj(gate * up)
-        gate = self.act_fn(_with_delta(self.gate_proj, normed, deltas.get("gate_proj")))
+        gate = _with_delta(self.gate_proj, normed, deltas.get("gate_proj"))
+        gate = self.act_fn(gate)
         up = _with_delta(self.up_proj, normed, deltas.get("up_proj"))
         return _with_delta(self.down_proj, gate * up, deltas.get("down_proj"))
 
@@ -48,7 +49,8 @@ def _with_delta(projection: nn.Module, inputs: torch.Tensor, delta: torch.Tensor
     outputs = projection(inputs)
     if delta is None:
         return outputs
-    return outputs + torch.bmm(inputs, delta.to(inputs.dtype).mT)
+    delta = delta.to(inputs.dtype)
+    return outputs + torch.bmm(inputs, delta.mT)
 
 
 class ContinuumMemory(nn.Module):
@@ -71,7 +73,8 @@ class ContinuumMemory(nn.Module):
         """[B, T, hidden_size]."""
         for level in self.levels:
             deltas_of_level = deltas.get(level.level) if deltas else None
-            hidden_states = hidden_states + level(hidden_states, deltas_of_level)
+            output = level(hidden_states, deltas_of_level)
+            hidden_states = hidden_states + output
         return hidden_states
 
 

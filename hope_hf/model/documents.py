@@ -132,12 +132,13 @@ def _split_mask(columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tenso
     if torch.compiler.is_compiling():
         # the graph has no documents; the mask of a generated token comes from `generate`
         if columns.shape[1] > 1 and columns.dtype != torch.bool:
-            is_binary = ((columns == 0) | (columns == 1)).all()
-            torch._assert_async(is_binary, "attention_mask must hold 0 and 1 alone in a compiled graph")
+            is_binary = (columns == 0) | (columns == 1)
+            torch._assert_async(is_binary.all(), "attention_mask must hold 0 and 1 alone in a compiled graph")
         return columns, None
     if bool((columns == 1).all()):
         return None, None
-    if columns.dtype == torch.bool or not check_mask_values(columns):
+    has_numbers = columns.dtype != torch.bool and check_mask_values(columns)
+    if not has_numbers:
         return columns, None
     real = columns > 0
     padding = None if bool(real.all()) else real
@@ -155,7 +156,8 @@ def _check_agreement(
         disagreements[name] = starts != ((positions[name] == 0) & real)
     if position_ids is not None:
         # positions may also go on through all documents of a row
-        disagreements["position_ids"] = (position_ids == 0) & real & ~starts
+        begins = (position_ids == 0) & real
+        disagreements["position_ids"] = begins & ~starts
     for name, tokens in disagreements.items():
         if bool(tokens.any()):
             row, column = tokens.nonzero()[0].tolist()
@@ -187,7 +189,9 @@ def check_mask_values(mask: torch.Tensor) -> bool:
     The call waits for the device.
     """
     least, most = map(float, mask.to(torch.float64).aminmax())
-    is_whole = not mask.is_floating_point() or bool((mask == mask.round()).all())
+    is_whole = True
+    if mask.is_floating_point():
+        is_whole = bool((mask == mask.round()).all())
     if least < 0 or not is_whole:
         raise ValueError(
             f"attention_mask holds values from {least:g} to {most:g}: give 1 for tokens and 0 for padding, or the "
@@ -209,8 +213,9 @@ def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Ten
 
 def _begins_of_indices(seq_idx: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
     """Whether a document begins with a token [B, T]: its index [B or 1, T] differs from that of the token before."""
-    if seq_idx.ndim != 2 or seq_idx.shape[1] != length or seq_idx.shape[0] not in (1, batch_size):
-        raise ValueError(f"seq_idx has the shape {tuple(seq_idx.shape)}, and {(batch_size, length)} is needed")
+    shape = tuple(seq_idx.shape)
+    if shape not in ((1, length), (batch_size, length)):
+        raise ValueError(f"seq_idx has the shape {shape}, and {(batch_size, length)} is needed")
     seq_idx = seq_idx.expand(batch_size, length)
     first = torch.ones_like(seq_idx[:, :1], dtype=torch.bool)
     differs = seq_idx.diff(dim=1) != 0
@@ -232,22 +237,27 @@ def _begins_of_ends(name: str, ends: torch.Tensor, batch_size: int, length: int)
                 f"{name} goes from {numbers[:1]} to {numbers[-1:]}, and it must grow from 0 to {tokens}, the number "
                 "of tokens of the input"
             )
-        if not set(range(0, tokens, length)) <= set(numbers):
+        starts_of_rows = set(range(0, tokens, length))
+        if not starts_of_rows <= set(numbers):
             raise ValueError(f"{name} has a document that goes on from one row to the next: give a single row")
     # one more entry for the end of the last document
     begins = torch.zeros(tokens + 1, dtype=torch.bool, device=ends.device)
-    begins = begins.scatter(0, ends.long(), torch.ones_like(ends, dtype=torch.bool))
+    is_end = torch.ones_like(ends, dtype=torch.bool)
+    begins = begins.scatter(0, ends.long(), is_end)
     return begins[:-1].view(batch_size, length)
 
 
 def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
     """Whether a document begins with a token [B, T]: its number differs from that of the real token before it."""
-    column = torch.arange(numbers.shape[1], device=numbers.device)
+    length = numbers.shape[1]
+    column = torch.arange(length, device=numbers.device)
     real = numbers > 0
     last_real = torch.where(real, column, -1).cummax(1).values
     real_before = F.pad(last_real, (1, 0), value=-1)[:, :-1]
     number_before = numbers.gather(1, real_before.clamp(min=0))
-    return real & ((real_before < 0) | (number_before != numbers))
+    differs = number_before != numbers
+    is_first = real_before < 0
+    return real & (is_first | differs)
 
 
 def _positions(begins: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
