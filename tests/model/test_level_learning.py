@@ -336,7 +336,7 @@ def test_int8_is_exact_to_a_part_of_each_row(tiny_model):
     deltas = {
         key: delta * torch.logspace(-4, 0, delta.shape[1])[:, None] for key, delta in cache.levels.deltas.items()
     }
-    stored = cache.levels._replace(deltas=deltas).named("int8")
+    stored = cache.levels._replace(deltas=deltas).named_tensors("int8")
     for key, delta in deltas.items():
         found = stored[f"deltas.{key}"] * stored[f"factors.deltas.{key}"]
         assert stored[f"deltas.{key}"].dtype == torch.int8
