@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "a chunk's start that never moves on",
         "model/memory_scan.py",
-        "elif not span.closes:",
-        "elif span.closes:",
+        "elif chunk_start and span.closes:",
+        "elif chunk_start and not span.closes:",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "chunks that count from the call, not from the text",
         "model/chunks.py",
-        "spans.append(ChunkSpan(start, stop, (seen + stop) % chunk == 0))",
-        "spans.append(ChunkSpan(start, stop, stop % chunk == 0))",
+        "spans.append(ChunkSpan(start, stop, closes=(seen + stop) % chunk == 0))",
+        "spans.append(ChunkSpan(start, stop, closes=stop % chunk == 0))",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

@@ -144,7 +144,7 @@ class _Scan(torch.autograd.Function):
         to_save, shared = [], []
         first_whole = len(spans) - recompute if recompute else 0
         for number, span in enumerate(spans):
-            if span.keeps is not None:
+            if span.continues is not None:
                 state = _restarted(state, span)
             span_reads = reads[:, span.start : span.stop]
             keeps_all = number >= first_whole
@@ -196,10 +196,10 @@ class _Scan(torch.autograd.Function):
 
 def _restarted(state: State, span: ChunkSpan) -> State:
     """The state with which a span begins, whose documents may be new."""
-    current = span.keeps * state.current
+    current = span.continues * state.current
     if state.chunk_start is state.current:
         return State(current, current, state.conv_tail)
-    return State(current, span.keeps * state.chunk_start, state.conv_tail)
+    return State(current, span.continues * state.chunk_start, state.conv_tail)
 
 
 def _empty_like(part: torch.Tensor | None) -> torch.Tensor | None:

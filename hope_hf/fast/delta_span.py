@@ -230,10 +230,10 @@ class SpanBackward:
         if saved.chunk_start is saved.current and grad_start is not None:
             grad_current = grad_current.add_(grad_start)
             grad_start = None
-        if span.keeps is not None:
-            grad_current = span.keeps * grad_current
+        if span.continues is not None:
+            grad_current = span.continues * grad_current
             if grad_start is not None:
-                grad_start = span.keeps * grad_start
+                grad_start = span.continues * grad_start
         return State(grad_current, grad_start, grad_tail)
 
     def reads_backward(self, grad_reads: torch.Tensor, grad_after: torch.Tensor | None) -> None:

@@ -127,7 +127,7 @@ def step_token(
         span: the token's slot.
         least: square root of `NORM_EPSILON`.
     """
-    if span.keeps is not None:
+    if span.continues is not None:
         state = restart(memories, state, span)
     (current,), chunk_start, tail = state
     rows, _, columns = raw.shape

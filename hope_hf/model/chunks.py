@@ -2,14 +2,20 @@
 
 Memories compute their errors at the weights of the chunk's start, so a token's chunk is part of the model. It must not
 depend on how a text is cut into calls, on padding, or on the documents that share a row. Rows without padding and
-documents are sliced as they are. All other rows are laid out in *slots*: every document starts at a multiple of the
-chunk size, and padding has no slot. A `SlotPlan` has one of three layouts:
+documents are sliced as they are: slot t holds token t. All other rows are laid out in *slots*: every document starts
+at a multiple of the chunk size, and padding has no slot. With chunks of 4, a row of padding and the documents a and b
+is laid out so:
 
-| rows | tensors of the plan | a call of two rows of five tokens, chunks of 64 |
-|---|---|---|
-| equal counts, no padding, one document | none | slot t holds token t |
-| other rows | all | mask 00111 and 11111: tokens 2 to 4 lie in slots 0 to 2, and 0 to 4 in 0 to 4, of 64 |
-| other rows, a single token that goes on | `valid` and `position` | slot 0 holds the token; S is 1 |
+    token of the call     0    1    2    3    4    5            slot              0   1   2   3 | 4   5   6   7
+    what it is            pad  a_0  a_1  b_0  b_1  b_2          token_of_slot     1   2   .   . | 3   4   5   .
+    slot_of_token         .    0    1    4    5    6            valid             1   1   0   0 | 1   1   1   0
+
+The bar separates two chunks, of which each is a `ChunkSpan`. The next call may go on with b_3 and b_4. Then `offset`
+is 3, for the slots of b_0 to b_2, which the cache's states stand for: b_3 takes slot 3, closes a chunk, and b_4 takes
+slot 4. A single token that goes on is in slot 0; S is 1, and only `valid` and `position` are given.
+
+Read `plan_chunks` first, and what it calls. `TokenPlan` and `plan_again` are for compiled graphs, `Sequences` is for
+kernels, and digests serve caches.
 
 Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk size, but for a single token), C slot
 of a span, b sequences times heads, K kernel size of the convolution.
@@ -35,15 +41,15 @@ _BASE = 6364136223846793005
 class ChunkSpan(NamedTuple):
     """Consecutive slots of one chunk. The last four fields are `None` when all rows share chunk boundaries.
 
-    "Index of the padded input" is a place in the tail's K - 1 tokens and the span's C slots, one after the other.
+    The padded input of a span is the tail's K - 1 tokens, then the span's C slots.
     """
 
     start: int
     stop: int
     # whether the chunk ends with this span: bool, or bool [b, 1, 1]
     closes: torch.Tensor | bool
-    # False in rows in which a document begins with this span [b, 1, 1]
-    keeps: torch.Tensor | None = None
+    # whether the span goes on with the document before it; memories begin anew where it does not [b, 1, 1]
+    continues: torch.Tensor | None = None
     # whether the token 1 to K - 1 slots earlier belongs to the same document, farthest first [K - 1, b, C, 1]
     inside: torch.Tensor | None = None
     # indices of the padded input to which the tail of earlier calls goes [b, K - 1, 1]; only in the first span
@@ -72,10 +78,9 @@ class Past(NamedTuple):
 
 @dataclass
 class SlotPlan:
-    """The slots of one call's tokens.
+    """The slots of one call's tokens; the optional tensors are `None` where slot t holds token t.
 
-    Every document begins at a multiple of the chunk size, and padding has no slot. Without padding and documents the
-    tensors are `None`: slot t holds token t.
+    A token that goes on alone has `valid` and `position`.
     """
 
     # counts after the call; those of the next call's past
@@ -102,12 +107,12 @@ class SlotPlan:
         device = torch.device(device)
         if self.past.seen.device == device:
             return self
-        plans = self.__dict__.setdefault("_plans", {})
-        if device not in plans:
+        copies = self.__dict__.setdefault("_copies", {})
+        if device not in copies:
             values = {field.name: getattr(self, field.name) for field in fields(self)}
             moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
-            plans[device] = type(self)(**moved)
-        return plans[device]
+            copies[device] = type(self)(**moved)
+        return copies[device]
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [B, S, ...]."""
@@ -124,42 +129,6 @@ class SlotPlan:
         return torch.arange(self.before, self.past.columns, device=self.past.seen.device)[None]
 
 
-class Sequences(NamedTuple):
-    """The N tokens of a call without padding, row after row, in n sequences: the documents of every row."""
-
-    # index of each token among the B T of the call [N]; `None` if no token is padding
-    tokens: torch.Tensor | None
-    # index of each sequence's first token among the N, then N [n + 1]
-    bounds: torch.Tensor
-    # row of each sequence, and position of its first token in the document [n]
-    row: torch.Tensor
-    position: torch.Tensor
-    # last sequence of each row, and whether the row has one [B]
-    last: torch.Tensor
-    has_tokens: torch.Tensor
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, X] -> [1, N, X]."""
-        x = x.flatten(0, 1)
-        return (x if self.tokens is None else x.index_select(0, self.tokens)).unsqueeze(0)
-
-    def scatter(self, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """[1, N, X] -> [B, T, X] of that `shape`; padding is 0."""
-        if self.tokens is not None:
-            x = x.new_zeros(shape[0] * shape[1], x.shape[-1]).index_copy(0, self.tokens, x[0])
-        return x.view(*shape, -1)
-
-    def gather_states(self, state: torch.Tensor, min_age: int | torch.Tensor = 1) -> torch.Tensor:
-        """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document has fewer tokens."""
-        is_old_enough = beside(self.position, state) >= min_age
-        return torch.where(is_old_enough, state.index_select(0, self.row), 0.0)
-
-    def scatter_states(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
-        after = after.index_select(0, self.last)
-        return torch.where(beside(self.has_tokens, after), after, 0.0 if before is None else before)
-
-
 @dataclass(kw_only=True)
 class ChunkPlan(SlotPlan):
     """The slots of one call's tokens, and their division into chunks."""
@@ -168,37 +137,9 @@ class ChunkPlan(SlotPlan):
     spans: list[ChunkSpan]
 
     @cached_property
-    def sequences(self) -> Sequences | None:
+    def sequences(self) -> "Sequences | None":
         """The documents of the call's rows, for kernels; `None` if every row continues or begins one document."""
-        if self.valid is None:
-            return None
-        # of every real token, row after row
-        row, slot = self.valid.nonzero(as_tuple=True)
-        position = self.position[row, slot]
-        is_first_of_row = F.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
-        first_token = ((position == 0) | is_first_of_row).nonzero().squeeze(-1)
-        rows, length = len(self.valid), 1
-        column = slot
-        if self.token_of_slot is not None:
-            length = self.slot_of_token.shape[1]
-            column = self.token_of_slot[row, slot]
-        has_padding = len(row) < rows * length
-        row_of_sequence = row[first_token]
-        all_rows = torch.arange(rows, device=row.device)
-        last_sequence = torch.searchsorted(row_of_sequence, all_rows, right=True) - 1
-        return Sequences(
-            tokens=row * length + column if has_padding else None,
-            bounds=F.pad(first_token, (0, 1), value=len(row)),
-            row=row_of_sequence,
-            position=position[first_token],
-            last=last_sequence.clamp(min=0),
-            has_tokens=self.valid.any(1),
-        )
-
-
-def beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A view of one value per row [b, ...] that broadcasts with `x` [b, ...]."""
-    return flag.view(-1, *(1,) * (x.ndim - 1))
+        return None if self.valid is None else _sequences_of(self)
 
 
 @dataclass(kw_only=True)
@@ -230,31 +171,6 @@ class TokenPlan(SlotPlan):
         return self.counts_before.columns if self.has_equal_counts else 0
 
 
-def plan_again(
-    plan: Callable, tensors: dict[str, torch.Tensor], shape: tuple[int, int], columns: int, has_past: bool
-) -> SlotPlan:
-    """What a function of the arguments of `plan_slots` gives for the numbers and tensors of a `TokenPlan`."""
-    device = next(iter(tensors.values())).device
-    past = None
-    if has_past:
-        seen = tensors.get("seen")
-        is_uniform = seen is None
-        if is_uniform:
-            seen = torch.full(shape[:1], columns, device=device)
-        past = Past(columns, is_uniform, seen, digest=torch.zeros_like(seen))
-    padding = tensors.get("padding")
-    if padding is not None and bool((padding == 1).all()):
-        padding = None
-    position_ids = tensors.get("position_ids")
-    return plan(shape=shape, device=device, past=past, padding_mask=padding, position_ids=position_ids)
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The entries of `x` [B, ..., ...] at indices [B, I] of its second axis."""
-    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
-    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
-
-
 def plan_chunks(
     config: PreTrainedConfig, shape: tuple[int, int], device: torch.device, past: Past | None = None, **options
 ) -> ChunkPlan | TokenPlan:
@@ -266,14 +182,7 @@ def plan_chunks(
     if slots.valid is None:
         spans = _plain_spans(shape[1], chunk, slots.before)
     else:
-        spans = _ragged_spans(
-            chunk=chunk,
-            tail_size=config.conv_kernel_size - 1,
-            heads=config.num_memory_heads,
-            valid=slots.valid,
-            position=slots.position,
-            offset=slots.offset,
-        )
+        spans = _ragged_spans(chunk, config.conv_kernel_size - 1, config.num_memory_heads, slots)
     # Field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`.
     return ChunkPlan(
         past=slots.past,
@@ -312,65 +221,56 @@ def plan_slots(
         grows: whether the states grow with the text, so that a graph makes the slots of a single token, too.
     """
     batch_size, length = shape
-    has_fixed_columns = past is not None and isinstance(past.columns, int)
-    makes_slots_later = is_compiled() and (length > 1 or grows and has_fixed_columns)
     # A compiled graph must not branch on values: document starts and padding stay tensors, and a graph for a single
     # token serves rows with and without equal counts.
     is_graph_of_token = length == 1 and past is not None and is_compiled()
-    digest = _digest_after(past, input_ids, batch_size, device) if keeps_digest else None
-    if digest is None:
+    is_growing_token = grows and past is not None and isinstance(past.columns, int)
+    makes_slots_later = is_compiled() and (length > 1 or is_growing_token)
+    if keeps_digest:
+        digest = _digest_after(past, input_ids, batch_size, device)
+    else:
         digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     begins = None
-    is_graph = is_graph_of_token or makes_slots_later
-    if position_ids is not None and (is_graph or not torch.compiler.is_compiling()):
-        begins = (position_ids == 0).expand(shape)
-        if not is_graph:
-            # the first token of a fresh row always begins a document
-            later = begins[:, 1:] if past is None else begins
-            begins = begins if bool(later.any()) else None
-    columns = length if past is None else past.columns + length
+    if is_graph_of_token or makes_slots_later:
+        if position_ids is not None:
+            begins = (position_ids == 0).expand(shape)
+    elif position_ids is not None and not torch.compiler.is_compiling():
+        begins = _later_documents(position_ids, shape, past)
+    columns_before = 0 if past is None else past.columns
+    columns = columns_before + length
+    is_one_document = padding_mask is None and begins is None
     # the counts' flag is read last: a tracer guards on what it reads
-    if not is_graph_of_token and padding_mask is None and begins is None and (past is None or past.is_uniform):
+    if not is_graph_of_token and is_one_document and (past is None or past.is_uniform):
+        rows = None
         seen_after = torch.full((batch_size,), columns, device=device)
         after = Past(columns, True, seen_after, digest)
-        if makes_slots_later:
-            return TokenPlan(
-                after, columns - length, counts_before=past, padding_mask=padding_mask, position_ids=position_ids
-            )
-        return SlotPlan(after, columns - length)
-    rows = _count_tokens(shape, device, past, padding_mask, begins)
-    after = Past(columns, False, rows.seen_after, digest)
+        before, position = columns_before, None
+    else:
+        rows = _count_tokens(shape, device, past, padding_mask, begins)
+        after = Past(columns, False, rows.seen_after, digest)
+        before, position = rows.seen, rows.position
     if makes_slots_later:
         return TokenPlan(
             after,
-            rows.seen,
-            position=rows.position,
+            before,
+            position=position,
             counts_before=past._replace(is_uniform=False) if is_graph_of_token else past,
             padding_mask=padding_mask,
             position_ids=position_ids,
         )
+    if rows is None:
+        return SlotPlan(after, before)
     if length == 1:
-        return SlotPlan(after, rows.seen, valid=rows.valid, position=rows.position)
-    offset = rows.seen % chunk
-    slots = _slots(rows, offset, chunk)
-    token_of_slot, is_filled = _invert(slots, rows.valid, chunk)
-    return SlotPlan(
-        after,
-        rows.seen,
-        valid=is_filled,
-        position=torch.where(is_filled, rows.position.gather(1, token_of_slot), 0),
-        offset=offset,
-        token_of_slot=token_of_slot,
-        slot_of_token=torch.where(rows.valid, slots, 0),
-    )
+        return SlotPlan(after, before, valid=rows.valid, position=position)
+    return _lay_out(rows, after, chunk)
 
 
-def _digest_after(
-    past: Past | None, input_ids: torch.Tensor | None, batch_size: int, device: torch.device
-) -> torch.Tensor:
-    """The digest [B] of the text after the call; see `extend_digest`."""
-    before = torch.ones(batch_size, dtype=torch.long, device=device) if past is None else past.digest
-    return extend_digest(before, input_ids)
+def _later_documents(position_ids: torch.Tensor, shape: tuple[int, int], past: Past | None) -> torch.Tensor | None:
+    """Whether a document begins with each token [B, T]; `None` if at most the text itself begins."""
+    begins = (position_ids == 0).expand(shape)
+    # the first token of a fresh row always begins a document
+    later = begins[:, 1:] if past is None else begins
+    return begins if bool(later.any()) else None
 
 
 class _Rows(NamedTuple):
@@ -379,7 +279,8 @@ class _Rows(NamedTuple):
     # whether a token is real, and whether a document begins with it [B, T]
     valid: torch.Tensor
     begins: torch.Tensor
-    # real tokens of the row before the token, and before its document's first token (-1: an earlier call began it)
+    # real tokens of the call in the row before the token, and before its document's first token (-1: an earlier call
+    # began it) [B, T]
     rank: torch.Tensor
     first: torch.Tensor
     # of the token in its document [B, T]
@@ -398,9 +299,11 @@ def _count_tokens(
 ) -> _Rows:
     """The counts of a call; see `plan_slots`. `begins` [B, T]: whether a document begins with a token."""
     batch_size, length = shape
-    everything = torch.ones(shape, dtype=torch.bool, device=device)
-    valid = everything if padding_mask is None else padding_mask.bool()
-    begins = ~everything if begins is None else begins & valid
+    if padding_mask is None:
+        valid = torch.ones(shape, dtype=torch.bool, device=device)
+    else:
+        valid = padding_mask.bool()
+    begins = torch.zeros_like(valid) if begins is None else begins & valid
     if past is None:
         seen = torch.zeros(batch_size, dtype=torch.long, device=device)
     else:
@@ -409,36 +312,47 @@ def _count_tokens(
     rank = valid.long().cumsum(1) - 1
     first = torch.where(begins, rank, -1).cummax(1).values
     position = torch.where(first >= 0, rank - first, rank + seen[:, None])
+    # the row's last real token, or -1
     last_column = torch.where(valid, torch.arange(length, device=device), -1).amax(1)
     last_position = position.gather(1, last_column.clamp(min=0)[:, None])[:, 0]
     seen_after = torch.where(last_column >= 0, last_position + 1, seen)
     return _Rows(valid, begins, rank, first, position, seen, seen_after)
 
 
-def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
-    """Spans of `length` tokens in rows that have all read `seen` tokens of their document."""
-    spans, start = [], 0
-    while start < length:
-        stop = min(start + chunk - (seen + start) % chunk, length)
-        spans.append(ChunkSpan(start, stop, (seen + stop) % chunk == 0))
-        start = stop
-    return spans
+def _lay_out(rows: _Rows, after: Past, chunk: int) -> SlotPlan:
+    """The plan of a call with these counts."""
+    offset = rows.seen % chunk
+    slot_of_token = _slots(rows, offset, chunk)
+    token_of_slot, is_filled = _tokens_of_slots(slot_of_token, rows.valid, chunk)
+    return SlotPlan(
+        after,
+        rows.seen,
+        valid=is_filled,
+        position=torch.where(is_filled, rows.position.gather(1, token_of_slot), 0),
+        offset=offset,
+        token_of_slot=token_of_slot,
+        slot_of_token=torch.where(rows.valid, slot_of_token, 0),
+    )
 
 
 def _slots(rows: _Rows, offset: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Slot of each token [B, T]; `offset` [B] is the number of slots that tokens of earlier calls take."""
-    # Count at each document's first token the chunks that the document before it fills. The tokens before the call's
-    # first document continue one of earlier calls, whose tokens take `offset` slots of the first chunk.
+    """Slot of each token [B, T]; `offset` [B] is the number of slots that tokens of earlier calls take.
+
+    A token's slot is its index in its document, after all chunks that earlier documents of the row fill.
+    """
+    # The tokens before the call's first document go on with one whose earlier tokens take `offset` slots.
+    index_without_document = rows.rank + offset[:, None]
+    index_in_document = torch.where(rows.first >= 0, rows.rank - rows.first, index_without_document)
+    # at each document's first token, the size of the document before it, which may end in the middle of a chunk
     first_before = F.pad(rows.first, (1, 0), value=-1)[:, :-1]
-    in_earlier_chunk = rows.rank + offset[:, None]
-    filled = torch.where(first_before >= 0, rows.rank - first_before, in_earlier_chunk)
-    chunks_before = torch.where(rows.begins, -(-filled // chunk), 0).cumsum(1)
-    in_document = torch.where(rows.first >= 0, rows.rank - rows.first, in_earlier_chunk)
-    return chunks_before * chunk + in_document
+    size_before = torch.where(first_before >= 0, rows.rank - first_before, index_without_document)
+    chunks_filled = -(-size_before // chunk)
+    chunks_before = torch.where(rows.begins, chunks_filled, 0).cumsum(1)
+    return chunks_before * chunk + index_in_document
 
 
-def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of each slot's token, and whether the slot holds one [B, S].
+def _tokens_of_slots(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of each slot's token, and whether the slot holds one, both [B, S], from the tokens' `slots` [B, T].
 
     The number of slots is read from the device once. A compiled or exported graph instead takes the most slots that a
     row of one document can need.
@@ -451,69 +365,78 @@ def _invert(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch
     num_slots = -(-needed // chunk) * chunk
     # padding tokens go to one extra slot, which is cut off
     target = torch.where(valid, slots, num_slots)
-    filler = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
-    token_of_slot = filler.scatter(1, target, torch.arange(length, device=valid.device).expand(batch_size, -1))
-    return token_of_slot[:, :-1], filler.bool().scatter(1, target, valid)[:, :-1]
+    tokens = torch.arange(length, device=valid.device).expand(batch_size, -1)
+    empty = torch.zeros(batch_size, num_slots + 1, dtype=torch.long, device=valid.device)
+    token_of_slot = empty.scatter(1, target, tokens)
+    is_filled = empty.bool().scatter(1, target, valid)
+    return token_of_slot[:, :-1], is_filled[:, :-1]
 
 
-def _ragged_spans(
-    chunk: int,
-    tail_size: int,
-    heads: int,
-    valid: torch.Tensor,
-    position: torch.Tensor,
-    offset: torch.Tensor | None = None,
-) -> list[ChunkSpan]:
+def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
+    """Spans of `length` tokens in rows that have all read `seen` tokens of their document."""
+    spans = []
+    start = 0
+    while start < length:
+        tokens_in_chunk = (seen + start) % chunk
+        stop = min(start + chunk - tokens_in_chunk, length)
+        spans.append(ChunkSpan(start, stop, closes=(seen + stop) % chunk == 0))
+        start = stop
+    return spans
+
+
+def _ragged_spans(chunk: int, tail_size: int, heads: int, slots: SlotPlan) -> list[ChunkSpan]:
     """Spans of rows with documents, padding or unequal counts, in which some slots are empty.
 
     Args:
         chunk: slots per span.
         tail_size: K - 1.
         heads: times that each row is repeated.
-        valid, position, offset: as in `SlotPlan`.
     """
-    batch_size, length = valid.shape
+    valid, position = slots.valid, slots.position
+    batch_size, num_slots = valid.shape
     device = valid.device
     # Every field is computed for all spans at once, span by span in memory; a span's part of it is a view.
     rows = torch.arange(batch_size, device=device).repeat_interleave(heads)
-    first_slot = torch.arange(0, length, chunk, device=device)[:, None]
-    last_slot = (first_slot + (chunk - 1)).clamp(max=length - 1)
-    closes = (valid & ((position + 1) % chunk == 0))[rows, last_slot][..., None, None].unbind()
-    keeps = (~(valid & (position == 0))[rows, first_slot])[..., None, None].unbind()
+    starts = range(0, num_slots, chunk)
+    first_slot = torch.arange(0, num_slots, chunk, device=device)[:, None]
+    last_slot = (first_slot + (chunk - 1)).clamp(max=num_slots - 1)
+    ends_chunk = valid & ((position + 1) % chunk == 0)
+    begins_document = valid & (position == 0)
+    closes = ends_chunk[rows, last_slot][..., None, None].unbind()
+    continues = (~begins_document[rows, first_slot])[..., None, None].unbind()
     inside = _inside_document(position[rows], tail_size).split(chunk, dim=2)
-    # of each span and row, the index after its last token
-    index_after = valid * (torch.arange(length, device=device) % chunk + 1)
-    ends = F.pad(index_after, (0, -length % chunk)).view(batch_size, -1, chunk).amax(-1).T[:, rows]
-    tail_rows = torch.arange(tail_size, device=device)[:, None]
+    # The K - 1 inputs that end with slot c of a span have the indices c + 1 to c + K - 1 of the padded input.
+    first_of_tail = _tokens_until_last(valid, chunk)[:, rows]
+    tail = torch.arange(tail_size, device=device)[:, None]
     tail_in = None
-    if offset is not None:
+    if slots.offset is not None:
         # The call begins with as many empty slots as its row has tokens in an open chunk; the tail goes before its
         # first token.
-        offset = offset[rows]
-        ends[0] = torch.where(ends[0] == 0, offset, ends[0])
-        tail_in = offset[:, None, None] + tail_rows
-    tail_out = (ends[..., None, None] + tail_rows).unbind()
+        offset = slots.offset[rows]
+        first_of_tail[0] = torch.where(first_of_tail[0] == 0, offset, first_of_tail[0])
+        tail_in = offset[:, None, None] + tail
+    tail_out = (first_of_tail[..., None, None] + tail).unbind()
     spans = []
-    for index, start in enumerate(range(0, length, chunk)):
-        spans.append(
-            ChunkSpan(
-                start,
-                stop=min(start + chunk, length),
-                closes=closes[index],
-                keeps=keeps[index],
-                inside=inside[index],
-                tail_in=tail_in if index == 0 else None,
-                tail_out=tail_out[index],
-            )
+    for index, start in enumerate(starts):
+        span = ChunkSpan(
+            start,
+            stop=min(start + chunk, num_slots),
+            closes=closes[index],
+            continues=continues[index],
+            inside=inside[index],
+            tail_in=tail_in if index == 0 else None,
+            tail_out=tail_out[index],
         )
+        spans.append(span)
     return spans
 
 
-def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
-    """All `length` slots of a call in spans of `size`, for a convolution of kernel size `tail_size + 1`."""
-    if slots.valid is None:
-        return _plain_spans(length, size, 0)
-    return _ragged_spans(size, tail_size, 1, slots.valid, slots.position, slots.offset)
+def _tokens_until_last(valid: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Slots of each span up to its last token, 0 without one [spans, B], for slots that are `valid` [B, S]."""
+    batch_size, num_slots = valid.shape
+    number_in_span = torch.arange(num_slots, device=valid.device) % chunk + 1
+    numbers = F.pad(valid * number_in_span, (0, -num_slots % chunk))
+    return numbers.view(batch_size, -1, chunk).amax(-1).T
 
 
 def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
@@ -521,6 +444,115 @@ def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
     if not tail_size:
         return torch.stack([position.bool()]).unsqueeze(-1)
     return torch.stack([position >= steps for steps in range(tail_size, 0, -1)]).unsqueeze(-1)
+
+
+def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
+    """All `length` slots of a call in spans of `size`, for a convolution of kernel size `tail_size + 1`."""
+    if slots.valid is None:
+        return _plain_spans(length, size, 0)
+    return _ragged_spans(size, tail_size, heads=1, slots=slots)
+
+
+def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The entries of `x` [B, ..., ...] at indices [B, I] of its second axis."""
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+
+def beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A view of one value per row [b, ...] that broadcasts with `x` [b, ...]."""
+    return flag.view(-1, *(1,) * (x.ndim - 1))
+
+
+def plan_again(
+    plan: Callable, tensors: dict[str, torch.Tensor], shape: tuple[int, int], columns: int, has_past: bool
+) -> SlotPlan:
+    """What a function of the arguments of `plan_slots` gives for the numbers and tensors of a `TokenPlan`."""
+    device = next(iter(tensors.values())).device
+    past = None
+    if has_past:
+        seen = tensors.get("seen")
+        is_uniform = seen is None
+        if is_uniform:
+            seen = torch.full(shape[:1], columns, device=device)
+        past = Past(columns, is_uniform, seen, digest=torch.zeros_like(seen))
+    padding = tensors.get("padding")
+    if padding is not None and bool((padding == 1).all()):
+        padding = None
+    position_ids = tensors.get("position_ids")
+    return plan(shape=shape, device=device, past=past, padding_mask=padding, position_ids=position_ids)
+
+
+class Sequences(NamedTuple):
+    """The N tokens of a call without padding, row after row, in n sequences: the documents of every row."""
+
+    # index of each token among the B T of the call [N]; `None` if no token is padding
+    tokens: torch.Tensor | None
+    # index of each sequence's first token among the N, then N [n + 1]
+    bounds: torch.Tensor
+    # row of each sequence, and position of its first token in the document [n]
+    row: torch.Tensor
+    position: torch.Tensor
+    # last sequence of each row, and whether the row has one [B]
+    last: torch.Tensor
+    has_tokens: torch.Tensor
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, X] -> [1, N, X]."""
+        x = x.flatten(0, 1)
+        return (x if self.tokens is None else x.index_select(0, self.tokens)).unsqueeze(0)
+
+    def scatter(self, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """[1, N, X] -> [B, T, X] of that `shape`; padding is 0."""
+        if self.tokens is not None:
+            x = x.new_zeros(shape[0] * shape[1], x.shape[-1]).index_copy(0, self.tokens, x[0])
+        return x.view(*shape, -1)
+
+    def gather_states(self, state: torch.Tensor, min_age: int | torch.Tensor = 1) -> torch.Tensor:
+        """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document has fewer tokens."""
+        is_old_enough = beside(self.position, state) >= min_age
+        return torch.where(is_old_enough, state.index_select(0, self.row), 0.0)
+
+    def scatter_states(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
+        after = after.index_select(0, self.last)
+        return torch.where(beside(self.has_tokens, after), after, 0.0 if before is None else before)
+
+
+def _sequences_of(plan: SlotPlan) -> Sequences:
+    """The sequences of a plan that has `valid` and `position`."""
+    # of every real token, row after row
+    row, slot = plan.valid.nonzero(as_tuple=True)
+    position = plan.position[row, slot]
+    is_first_of_row = F.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
+    first_token = ((position == 0) | is_first_of_row).nonzero().squeeze(-1)
+    if plan.token_of_slot is None:
+        # a single token per row
+        length, column = 1, slot
+    else:
+        length = plan.slot_of_token.shape[1]
+        column = plan.token_of_slot[row, slot]
+    num_rows = len(plan.valid)
+    has_padding = len(row) < num_rows * length
+    row_of_sequence = row[first_token]
+    all_rows = torch.arange(num_rows, device=row.device)
+    last_sequence = torch.searchsorted(row_of_sequence, all_rows, right=True) - 1
+    return Sequences(
+        tokens=row * length + column if has_padding else None,
+        bounds=F.pad(first_token, (0, 1), value=len(row)),
+        row=row_of_sequence,
+        position=position[first_token],
+        last=last_sequence.clamp(min=0),
+        has_tokens=plan.valid.any(1),
+    )
+
+
+def _digest_after(
+    past: Past | None, input_ids: torch.Tensor | None, batch_size: int, device: torch.device
+) -> torch.Tensor:
+    """The digest [B] of the text after the call; see `extend_digest`."""
+    before = torch.ones(batch_size, dtype=torch.long, device=device) if past is None else past.digest
+    return extend_digest(before, input_ids)
 
 
 def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:

@@ -30,7 +30,7 @@ import torch
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .memory_scan import ScanState, Tokens, decay_matrix
+from .memory_scan import ScanState, Tokens, Weights, decay_matrix
 
 
 class DeltaMemories(NamedTuple):
@@ -99,18 +99,21 @@ class DeltaMemories(NamedTuple):
 
     @classmethod
     def of(cls, conv_weights, projected, initial, value_share, rate_factors) -> "DeltaMemories":
-        return cls(conv_weights, projected, *initial, value_share, rate_factors)
+        (weight,) = initial
+        return cls(conv_weights, projected, weight, value_share, rate_factors)
 
-    def fresh(self) -> tuple[torch.Tensor]:
+    def fresh(self) -> Weights:
         """The deviation before the first token."""
-        return (torch.zeros_like(self.initial).repeat(1, 1, len(self.rate_factors)),)
+        deviation = torch.zeros_like(self.initial)
+        return (deviation.repeat(1, 1, len(self.rate_factors)),)
 
-    def project(self, chunk_start: tuple[torch.Tensor], index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
         """`x (I + S)` with the deviation S of one memory at the chunk's start; [b, C, D]."""
-        columns = slice(index * x.shape[-1], (index + 1) * x.shape[-1])
-        return x + x @ chunk_start[0][..., columns]
+        (deviation,) = chunk_start
+        width = x.shape[-1]
+        return x + x @ deviation[..., index * width : (index + 1) * width]
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
         """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span; the span's size changes neither.
 
         With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
@@ -128,12 +131,11 @@ class DeltaMemories(NamedTuple):
         initial_reads = torch.cat([keys] * len(self.projected) + [keys @ self.initial], dim=-1)
         targets = values.repeat(1, 1, len(self.rate_factors))
         right = initial_reads + decay_from_start * (keys @ deviation) - targets
-        # times rho
+        # A of each memory, times its rho
         errors = []
         for factor, right_of_memory in zip(self.rate_factors, right.split(width, dim=-1), strict=True):
-            solved = torch.linalg.solve_triangular(
-                factor * lower, right_of_memory, upper=False, unitriangular=True
-            )
+            system = factor * lower
+            solved = torch.linalg.solve_triangular(system, right_of_memory, upper=False, unitriangular=True)
             errors.append(solved * factor)
         own_values = values if tokens.erased is None else values * tokens.erased.unsqueeze(-1)
         content = deviation[..., -width:]
@@ -142,20 +144,23 @@ class DeltaMemories(NamedTuple):
         decay_to_end = (total[:, -1:] - total).exp()
         written_keys = (tokens.rate * decay_to_end).unsqueeze(-1) * keys
         decayed = decay_from_start[:, -1:] * deviation
-        return reads, (decayed - written_keys.mT @ torch.cat(errors, dim=-1),)
+        deviation_after = decayed - written_keys.mT @ torch.cat(errors, dim=-1)
+        return reads, (deviation_after,)
 
     def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`q W_0 + d v`, the reads [b, C, D] of a content memory without writes."""
         return queries @ self.initial + self.value_share * values
 
-    def recall(self, state: tuple[torch.Tensor], keys: torch.Tensor) -> torch.Tensor:
+    def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """`k W` of the content memory."""
-        return keys @ self.content(state)[0]
+        (weights,) = self.content(state)
+        return keys @ weights
 
-    def target(self, _: tuple[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    def target(self, _: Weights, values: torch.Tensor) -> torch.Tensor:
         """The values."""
         return values
 
-    def content(self, state: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def content(self, state: Weights) -> Weights:
         """`W` of the content memory [b, D, D]."""
-        return (self.initial + state[0][..., -self.initial.shape[-1] :],)
+        (deviation,) = state
+        return (self.initial + deviation[..., -self.initial.shape[-1] :],)

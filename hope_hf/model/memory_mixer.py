@@ -27,7 +27,6 @@ from .chunks import ChunkPlan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, one_token_later
-from .memory_compiled import register_scan, scan_options_json, scan_tokens
 from .memory_delta import DeltaMemories
 from .memory_paper import PaperMemories
 from .memory_scan import (
@@ -37,8 +36,11 @@ from .memory_scan import (
     fast_scan,
     fresh_state,
     make_qkv,
+    register_scan,
+    scan_options_json,
     scan_plain,
     scan_span,
+    scan_tokens,
     unit,
     written_values,
 )

@@ -16,6 +16,7 @@ Axes: b sequences times heads, N memory of a layer (the content memory last), C 
 `i` are the output and input width of one layer of a memory. Tokens are rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .memory_scan import NORM_EPSILON, ScanState, Tokens, decay_matrix, unit
+from .memory_scan import NORM_EPSILON, ScanState, Tokens, Weights, decay_matrix, unit
 
 # standard deviation of a memory's output layer at initialisation, before the factor 1 / sqrt(input width)
 _OUTPUT_STD = 0.05
@@ -35,21 +36,18 @@ INNER_RATE = 0.1
 # Below this norm of the hidden activation, its normalisation counts as a constant scale: the error would explode.
 _HIDDEN_NORM_FLOOR = 0.1
 
-# Weights of N memories in the order in which they are applied: (W,) or (W2, W1); each [b, N, o, i].
-Weights = tuple[torch.Tensor, ...]
-
 
 class PaperMemories(NamedTuple):
     """The memories of a layer under the paper's rule.
 
-    A state holds deviations from the initial weights.
+    Weights of N memories are (W,) or (W2, W1), each [b, N, o, i]. A state holds deviations from the initial weights.
     """
 
     # as in `Memories`
     conv_weights: torch.Tensor
     projected: tuple[str, ...]
     initial: Weights
-    # factor on the learning rate of each memory [N]
+    # factor on the learning rate of each memory [N, 1]
     rate_factors: torch.Tensor
 
     shares_input = True
@@ -80,8 +78,10 @@ class PaperMemories(NamedTuple):
     @staticmethod
     def initial_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
         """One weight per layer, [H, N, D, D] for all memories."""
-        shape = (config.num_memory_heads, len(config.memory_projections) + 1, config.head_dim, config.head_dim)
-        return dict.fromkeys(("inner", "outer")[-config.memory_depth :], shape)
+        memories = len(config.memory_projections) + 1
+        shape = (config.num_memory_heads, memories, config.head_dim, config.head_dim)
+        names = ["outer"] if config.memory_depth == 1 else ["inner", "outer"]
+        return dict.fromkeys(names, shape)
 
     @staticmethod
     def reset_initial(name: str, weight: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class PaperMemories(NamedTuple):
 
     @classmethod
     def of(cls, conv_weights, projected, initial, value_share: None, rate_factors) -> "PaperMemories":
-        return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors))
+        return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors).unsqueeze(1))
 
     def fresh(self) -> Weights:
         """The state before the first token."""
@@ -104,22 +104,29 @@ class PaperMemories(NamedTuple):
 
     def weights(self, state: Weights) -> Weights:
         """The weights of a state."""
-        return tuple(base + deviation for base, deviation in zip(self.initial, state, strict=True))
+        return tuple(map(torch.add, self.initial, state))
 
     def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
         """`M(x)` of one memory with the weights of the chunk's start; [b, C, D]."""
-        weights = tuple(weight[:, index : index + 1] for weight in self.weights(chunk_start))
-        return apply_memory(weights, x.unsqueeze(1)).squeeze(1)
+        of_memory = [weight[:, index : index + 1] for weight in self.weights(chunk_start)]
+        return apply_memory(of_memory, x.unsqueeze(1)).squeeze(1)
 
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
         """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the span."""
-        keys, values, query, rate, log_retention = (part.unsqueeze(1) for part in tokens[:5])
+        keys = tokens.keys.unsqueeze(1)
+        values = tokens.values.unsqueeze(1)
+        queries = tokens.queries.unsqueeze(1)
+        rate = self.rate_factors * tokens.rate.unsqueeze(1)
+        gates = SpanGates(rate, tokens.log_retention.unsqueeze(1))
         writes = linearise(self.weights(state.chunk_start), keys, values)
-        gates = SpanGates(self.rate_factors[:, None] * rate, log_retention)
-        layers = [LayerSpan(*parts, gates) for parts in zip(state.current, self.initial, writes, strict=True)]
-        hidden = query if len(layers) == 1 else activate(layers[0].read(query))
-        reads = (query + layers[-1].read(hidden)).squeeze(1)
-        return reads, tuple(layer.end() for layer in layers)
+        layers = []
+        for deviation, initial, write in zip(state.current, self.initial, writes, strict=True):
+            layers.append(LayerSpan(deviation, initial, write, gates))
+        hidden = queries
+        if len(layers) == 2:
+            hidden = activate(layers[0].read(queries))
+        reads = queries + layers[-1].read(hidden)
+        return reads.squeeze(1), tuple(layer.deviation_after() for layer in layers)
 
     def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """`M(k)` of the content memory."""
@@ -139,9 +146,11 @@ def activate(pre: torch.Tensor) -> torch.Tensor:
     return unit(F.silu(pre))
 
 
-def apply_memory(weights: Weights, z: torch.Tensor) -> torch.Tensor:
+def apply_memory(weights: Sequence[torch.Tensor], z: torch.Tensor) -> torch.Tensor:
     """`M(z)`, equation (89). `z`: [b, 1 or N, C, D]; returns [b, N, C, D]."""
-    hidden = z if len(weights) == 1 else activate(z @ weights[0].mT)
+    hidden = z
+    if len(weights) == 2:
+        hidden = activate(z @ weights[0].mT)
     return z + hidden @ weights[-1].mT
 
 
@@ -155,7 +164,7 @@ class LayerWrite(NamedTuple):
     # factor on the token's learning rate
     scale: float
     # whether the layer erases along u before the write
-    erase: bool
+    erases: bool
 
 
 def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor) -> list[LayerWrite]:
@@ -174,78 +183,99 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor) -> lis
     values = unit(values)
     if len(weights) == 1:
         error = (keys - values) + (keys - values) @ weights[0].mT
-        return [LayerWrite(keys, clip_norm(error), 1.0, True)]
+        return [LayerWrite(keys, clip_norm(error), scale=1.0, erases=True)]
     inner, outer = weights
     pre = keys @ inner.mT
     hidden = activate(pre)
-    error = (keys - values) + (hidden - activate(values @ inner.mT)) @ outer.mT
+    hidden_of_target = activate(values @ inner.mT)
+    error = (keys - values) + (hidden - hidden_of_target) @ outer.mT
     # the inner layer's error comes from the unclipped error of the outer layer, through the norm and SiLU
-    back = error @ outer
-    inverse_norm = torch.rsqrt(F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON)
-    back = (back - hidden * (hidden * back).sum(-1, keepdim=True)) * inverse_norm.clamp(max=1 / _HIDDEN_NORM_FLOOR)
+    grad_hidden = error @ outer
+    inverse_norm = torch.rsqrt(_squared_norm(F.silu(pre)) + NORM_EPSILON).clamp(max=1 / _HIDDEN_NORM_FLOOR)
+    radial = hidden * (hidden * grad_hidden).sum(-1, keepdim=True)
+    grad_activated = (grad_hidden - radial) * inverse_norm
     gate = torch.sigmoid(pre)
-    inner_error = back * gate * (1 + pre * (1 - gate))
+    inner_error = grad_activated * gate * (1 + pre * (1 - gate))
     return [
-        LayerWrite(keys, clip_norm(inner_error), INNER_RATE, False),
-        LayerWrite(hidden, clip_norm(error), 1.0, True),
+        LayerWrite(keys, clip_norm(inner_error), scale=INNER_RATE, erases=False),
+        LayerWrite(hidden, clip_norm(error), scale=1.0, erases=True),
     ]
+
+
+def _squared_norm(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum(-1, keepdim=True)
 
 
 def clip_norm(x: torch.Tensor) -> torch.Tensor:
     """`x` with norms over its last axis of at most `ERROR_CLIP`."""
-    return x * (ERROR_CLIP * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)).clamp(max=1.0)
+    factor = ERROR_CLIP * torch.rsqrt(_squared_norm(x) + NORM_EPSILON)
+    return x * factor.clamp(max=1.0)
 
 
 class SpanGates:
-    """Products of the gates over a span, shared by all layers of a memory.
+    """Products of the gates over a span of C tokens, shared by all layers; `T_t` is the sum of log alpha up to t.
 
-    `rate` is [b, N, C], `log_retention` [b, 1, C].
+    Args:
+        rate: eta of each memory and token [b, N, C].
+        log_retention: log alpha [b, 1, C].
     """
 
     def __init__(self, rate: torch.Tensor, log_retention: torch.Tensor):
         self.rate = rate
         total = log_retention.cumsum(-1)
-        before = total - log_retention
-        self.decay_before = decay_matrix(before, total, strict=True)
-        self.keep_before = before.exp().unsqueeze(-1)
-        self.keep_all = total[..., -1:].exp().unsqueeze(-1)
-        self.keep_after = (total[..., -1:] - total).exp()
-        self.decay_read, self.keep_read = decay_matrix(total, total), total.exp().unsqueeze(-1)
+        total_before = total - log_retention
+        # e^(T_{t-1} - T_i) for i < t, else 0 [b, 1, C, C], and e^(T_{t-1}) [b, 1, C, 1]
+        self.decay_before = decay_matrix(total_before, total, strict=True)
+        self.from_start_before = total_before.exp().unsqueeze(-1)
+        # e^(T_C) [b, 1, 1, 1], and e^(T_C - T_t) [b, 1, C]
+        self.from_start_to_end = total[..., -1:].exp().unsqueeze(-1)
+        self.to_end = (total[..., -1:] - total).exp()
+        # e^(T_t - T_i) for i <= t, else 0 [b, 1, C, C], and e^(T_t) [b, 1, C, 1]
+        self.decay = decay_matrix(total, total)
+        self.from_start = total.exp().unsqueeze(-1)
 
 
 class LayerSpan:
-    """One layer over one span: one solve, then reads at any token and the weights at the span's end.
+    """One layer over one span: one solve, then reads at any token and the deviation at the span's end.
 
-    With `D` the deviation at the span's start, `W_init` the initial weights, `w_i` the steps, and `w_i a_i u_i^T` the
+    With `S` the deviation at the span's start, `W_0` the initial weights, `w_i` the steps, and `w_i a_i u_i^T` the
     change that token i subtracts from the weights:
 
-        (I + L) A = keep_before U D^T + U W_init^T + Delta,           L_ti = decay_before_ti (u_t . u_i) w_i
-        W_t x = keep_t D x + W_init x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
+        (I + L) A = from_start_before U S^T + U W_0^T + Delta,        L_ti = decay_before_ti (u_t . u_i) w_i
+        W_t x = from_start_t S x + W_0 x - sum_{i <= t} decay_ti (u_i . x) w_i a_i
 
     Without erasing `A = Delta`. No term is divided by the steps, which may be 0.
     """
 
-    def __init__(self, stored: torch.Tensor, initial: torch.Tensor, write: LayerWrite, gates: SpanGates):
-        self.stored, self.initial, self.gates = stored, initial, gates
-        self.inputs, self.rate = write.inputs, gates.rate * write.scale
-        self.corrections = write.errors
-        if not write.erase:
-            return
-        right = gates.keep_before * (self.inputs @ stored.mT) + write.errors + self.inputs @ initial.mT
-        lower = self.inputs @ self.inputs.mT * gates.decay_before * self.rate.unsqueeze(-2)
-        # unitriangular: the solver does not read the diagonal of ones, so I + L is never formed
-        self.corrections = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    def __init__(self, deviation: torch.Tensor, initial: torch.Tensor, write: LayerWrite, gates: SpanGates):
+        self.deviation = deviation
+        self.initial = initial
+        self.gates = gates
+        self.inputs = write.inputs
+        self.steps = gates.rate * write.scale
+        self.changes = write.errors
+        if write.erases:
+            reads = gates.from_start_before * (self.inputs @ deviation.mT)
+            right = reads + write.errors + self.inputs @ initial.mT
+            lower = self.inputs @ self.inputs.mT * gates.decay_before * self.steps.unsqueeze(-2)
+            # unitriangular: the solver does not read the diagonal of ones, so I + L is never formed
+            self.changes = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
     def read(self, queries: torch.Tensor) -> torch.Tensor:
         """`W_t x_t` of the last memory for one query per token: [b, 1, C, i] -> [b, 1, C, o]."""
         gates = self.gates
-        stored, inputs, rate, corrections = (
-            part[:, -1:] for part in (self.stored, self.inputs, self.rate, self.corrections)
-        )
-        result = gates.keep_read * (queries @ stored.mT) + queries @ self.initial[:, -1:].mT
-        return result - (queries @ inputs.mT * gates.decay_read * rate.unsqueeze(-2)) @ corrections
+        reads_of_deviation = gates.from_start * (queries @ _last(self.deviation).mT)
+        reads_before = reads_of_deviation + queries @ _last(self.initial).mT
+        attention = queries @ _last(self.inputs).mT * gates.decay * _last(self.steps).unsqueeze(-2)
+        return reads_before - attention @ _last(self.changes)
 
-    def end(self) -> torch.Tensor:
+    def deviation_after(self) -> torch.Tensor:
         """The deviation after the last token."""
-        weighted = (self.rate * self.gates.keep_after).unsqueeze(-1) * self.inputs
-        return self.gates.keep_all * self.stored - self.corrections.mT @ weighted
+        weights = (self.steps * self.gates.to_end).unsqueeze(-1)
+        decayed = self.gates.from_start_to_end * self.deviation
+        return decayed - self.changes.mT @ (weights * self.inputs)
+
+
+def _last(x: torch.Tensor) -> torch.Tensor:
+    """The content memory's part of `x` [b, 1 or N, ...]."""
+    return x[:, -1:]

@@ -3,13 +3,16 @@
 For every span the scan computes keys, values and queries, writes keys and values into all memories of the layer, and
 reads the content memory (equations 83 to 88). The rules (`memory_delta`, `memory_paper`) define how a memory is
 applied and updated. This is the plain path, with autograd's gradients; `hope_hf.fast` has one for the delta rule,
-with a backward pass written by hand.
+with a backward pass written by hand. `scan_tokens` and what follows it are for compiled graphs.
 
-Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width, K kernel size of the convolution.
-Tokens are rows. All tensors are float32, or float64 in a float64 model.
+Axes: B sequence in batch, T token of the call, b sequences times heads, S slot (`chunks`), C slot of a span, D head
+width, K kernel size of the convolution. Tokens are rows. All tensors are float32, or float64 in a float64 model.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -18,11 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import FAST, is_transformed
-from .chunks import ChunkSpan, beside
+from .chunks import ChunkSpan, SlotPlan, TokenPlan, beside, plan_again, plan_chunks
 from .layers import convolve
+from .opaque import call, register
 
 # Added to squared norms of keys and queries, as in transformers' and flash-linear-attention's gated DeltaNet.
 NORM_EPSILON = 1e-6
+# what the operator of a compiled graph reads of a configuration
+_FIELDS = ("memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections")
+
+# The weights of a layer's memories, in the order in which they are applied; the rule defines their form.
+Weights = tuple[torch.Tensor, ...]
 
 
 class ScanInputs(NamedTuple):
@@ -43,13 +52,13 @@ class ScanInputs(NamedTuple):
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
         """The inputs of successive groups of `sizes` slots."""
         groups_by_field = []
-        for part in self:
-            if part is None:
+        for field in self:
+            if field is None:
                 groups_by_field.append([None] * len(sizes))
             else:
                 # `split` is one autograd node per tensor; slices would each pad their gradient with zeros
-                groups_by_field.append(part.split(sizes, dim=1))
-        return [ScanInputs(*group) for group in zip(*groups_by_field, strict=True)]
+                groups_by_field.append(field.split(sizes, dim=1))
+        return list(map(ScanInputs, *groups_by_field))
 
     def tokens(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, cut: slice) -> "Tokens":
         """The tokens of a span, with its keys, values and queries [b, C, D] and the gates at its slots."""
@@ -58,14 +67,11 @@ class ScanInputs(NamedTuple):
 
 
 class ScanState(NamedTuple):
-    """The state of a layer: [b, ...] in a scan, [B, H, ...] between the calls of a mixer.
+    """The state of a layer: [b, ...] in a scan, [B, H, ...] between the calls of a mixer."""
 
-    The rule defines the form of the weights.
-    """
-
-    current: tuple[torch.Tensor, ...]
+    current: Weights
     # weights at the start of the current chunk; empty if nothing reads them
-    chunk_start: tuple[torch.Tensor, ...]
+    chunk_start: Weights
     # last inputs of the convolutions of k, v and q, side by side [b, K - 1, 3 D]
     conv_tail: torch.Tensor
 
@@ -140,22 +146,22 @@ class Memories(Protocol):
             rate_factors: factor on the learning rate of each memory.
         """
 
-    def fresh(self) -> tuple[torch.Tensor, ...]:
+    def fresh(self) -> Weights:
         """The weights before the first token."""
 
-    def project(self, chunk_start: tuple[torch.Tensor, ...], index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
         """Keys or values `x` [b, C, D], transformed by memory `index` at the chunk's start (equation 83)."""
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
         """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
 
-    def recall(self, state: tuple[torch.Tensor, ...], keys: torch.Tensor) -> torch.Tensor:
+    def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """The content memory of a state, read at unit keys [b, C, D]."""
 
-    def target(self, chunk_start: tuple[torch.Tensor, ...], values: torch.Tensor) -> torch.Tensor:
+    def target(self, chunk_start: Weights, values: torch.Tensor) -> torch.Tensor:
         """Targets of the content memory's writes for values [b, C, D]."""
 
-    def content(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def content(self, state: Weights) -> Weights:
         """The weights of a state's content memory."""
 
 
@@ -167,9 +173,10 @@ def fast_scan(rule: str) -> Callable | None:
 def fresh_state(memories: Memories) -> ScanState:
     """The state before the first token."""
     weights = memories.fresh()
+    reads_chunk_start = memories.errors_at_chunk_start or memories.projected
     kernel_size, rows, _, width = memories.conv_weights.shape
-    chunk_start = weights if memories.errors_at_chunk_start or memories.projected else ()
-    return ScanState(weights, chunk_start, weights[0].new_zeros(rows, kernel_size - 1, width))
+    conv_tail = weights[0].new_zeros(rows, kernel_size - 1, width)
+    return ScanState(weights, weights if reads_chunk_start else (), conv_tail)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -184,12 +191,16 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False
     """
     size = rows.shape[-1]
     mask = rows.new_full((size, size), float("-inf")).triu_(0 if strict else 1)
-    return (rows.unsqueeze(-1) - columns.unsqueeze(-2)).add_(mask).exp_()
+    exponents = rows.unsqueeze(-1) - columns.unsqueeze(-2)
+    return exponents.add_(mask).exp_()
 
 
-def select_rows(rows: torch.Tensor, chosen: tuple, other: tuple) -> tuple:
+def select_rows(rows: torch.Tensor, chosen: Weights, other: Weights) -> Weights:
     """`chosen` where `rows` [b, 1, 1] is true, `other` elsewhere; tuples of tensors [b, ...]."""
-    return tuple(torch.where(beside(rows, a), a, b) for a, b in zip(chosen, other, strict=True))
+    selected = []
+    for where_true, where_false in zip(chosen, other, strict=True):
+        selected.append(torch.where(beside(rows, where_true), where_true, where_false))
+    return tuple(selected)
 
 
 def make_qkv(
@@ -197,11 +208,13 @@ def make_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, values and queries of a span after convolution and SiLU [b, C, D], and the tail for the next span."""
     cut = slice(span.start, span.stop)
-    qkv = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
+    streams = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
     for index, name in enumerate(memories.projected):
-        qkv[name] = memories.project(state.chunk_start, index, qkv[name])
-    mixed, tail = convolve(torch.cat(list(qkv.values()), dim=-1), state.conv_tail, memories.conv_weights, span)
-    return *F.silu(mixed).chunk(3, dim=-1), tail
+        streams[name] = memories.project(state.chunk_start, index, streams[name])
+    side_by_side = torch.cat(list(streams.values()), dim=-1)
+    mixed, tail = convolve(side_by_side, state.conv_tail, memories.conv_weights, span)
+    keys, values, queries = F.silu(mixed).chunk(3, dim=-1)
+    return keys, values, queries, tail
 
 
 def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
@@ -214,19 +227,20 @@ def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) ->
 def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
     """The state before a span, with fresh weights in rows in which a document begins."""
     fresh = memories.fresh()
-    current = select_rows(span.keeps, state.current, fresh)
-    # empty if nothing reads the weights of the chunk's start
-    chunk_start = select_rows(span.keeps, state.chunk_start, fresh[: len(state.chunk_start)])
-    return state._replace(current=current, chunk_start=chunk_start)
+    current = select_rows(span.continues, state.current, fresh)
+    chunk_start = state.chunk_start
+    if chunk_start:
+        chunk_start = select_rows(span.continues, chunk_start, fresh)
+    return ScanState(current, chunk_start, state.conv_tail)
 
 
-def close_span(state: ScanState, span: ChunkSpan, current: tuple[torch.Tensor, ...], tail: torch.Tensor) -> ScanState:
+def close_span(state: ScanState, span: ChunkSpan, current: Weights, tail: torch.Tensor) -> ScanState:
     """The state after a span, from the `state` before it and the weights `current` after it."""
-    chunk_start = current[: len(state.chunk_start)]
-    if not isinstance(span.closes, bool):
-        chunk_start = select_rows(span.closes, chunk_start, state.chunk_start)
-    elif not span.closes:
-        chunk_start = state.chunk_start
+    chunk_start = state.chunk_start
+    if chunk_start and not isinstance(span.closes, bool):
+        chunk_start = select_rows(span.closes, current, chunk_start)
+    elif chunk_start and span.closes:
+        chunk_start = current
     return ScanState(current, chunk_start, tail)
 
 
@@ -234,7 +248,7 @@ def scan_span(
     inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan
 ) -> tuple[torch.Tensor, ScanState]:
     """Reads [b, C, D] of one span, and the state after it."""
-    if span.keeps is not None:
+    if span.continues is not None:
         state = restart(memories, state, span)
     keys, values, queries, tail = make_qkv(inputs, memories, state, span)
     values = written_values(inputs, values, span)
@@ -250,8 +264,8 @@ def _scan_spans(
     reads = []
     first_slot = spans[0].start
     for span in spans:
-        moved = span._replace(start=span.start - first_slot, stop=span.stop - first_slot)
-        read, state = scan_span(inputs, memories, state, moved)
+        span = span._replace(start=span.start - first_slot, stop=span.stop - first_slot)
+        read, state = scan_span(inputs, memories, state, span)
         reads.append(read)
     return torch.cat(reads, dim=1), state
 
@@ -273,7 +287,7 @@ def scan_plain(
     # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
     recomputes = recompute > 0 and torch.is_grad_enabled() and not is_transformed()
     stride = recompute if recomputes else len(spans)
-    groups = [spans[index : index + stride] for index in range(0, len(spans), stride)]
+    groups = [spans[first : first + stride] for first in range(0, len(spans), stride)]
     sizes = [group[-1].stop - group[0].start for group in groups]
     # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
     inputs_of_groups = inputs.split(sizes)
@@ -287,3 +301,155 @@ def scan_plain(
             )
         reads.append(read)
     return torch.cat(reads, dim=1), state if need_state else None
+
+
+def scan_options_json(config: PreTrainedConfig, rate_factors: tuple[float, ...]) -> str:
+    """What the operator has to know of a layer, as text; `rate_factors` as in `Memories.of`."""
+    options = {name: getattr(config, name) for name in _FIELDS}
+    options["rate_factors"] = rate_factors
+    return json.dumps(options)
+
+
+@lru_cache
+def _read_options(text: str) -> SimpleNamespace:
+    return SimpleNamespace(**json.loads(text))
+
+
+def scan_tokens(
+    inputs: ScanInputs,
+    memories: Memories,
+    state: ScanState | None,
+    plan: TokenPlan,
+    *,
+    recompute: int,
+    need_state: bool,
+    is_plain: bool,
+    options: str,
+) -> tuple[torch.Tensor, ScanState | None]:
+    """`scan_plain` as one operator of a compiled graph (`opaque`), for inputs [b, T, ...] in the order of the tokens.
+
+    Slots, chunks and their number depend on the text, and are made while the graph runs. Returns reads [b, T, D].
+
+    Args:
+        is_plain: whether `scan_plain` computes them.
+        options: the result of `scan_options_json`.
+    """
+    initial = memories.initial if isinstance(memories.initial, tuple) else (memories.initial,)
+    tensors = inputs._asdict()
+    tensors["conv_weights"] = memories.conv_weights
+    tensors["value_share"] = getattr(memories, "value_share", None)
+    tensors |= _numbered("initial", initial)
+    if state is not None:
+        tensors["conv_tail"] = state.conv_tail
+        tensors |= _numbered("current", state.current)
+        tensors |= _numbered("chunk_start", state.chunk_start)
+    tensors |= plan.tensors()
+    sizes = [plan.columns(), recompute, int(need_state), int(is_plain)]
+    reads, *after = call("memory_scan", tensors, sizes, options)
+    if not need_state:
+        return reads, None
+    *weights, tail = after
+    current = tuple(weights[: len(initial)])
+    chunk_start = tuple(weights[len(initial) :])
+    return reads, ScanState(current, chunk_start, tail)
+
+
+def _numbered(name: str, tensors: Weights) -> dict[str, torch.Tensor]:
+    """The tensors of a tuple by name and index."""
+    return {f"{name}{index}": tensor for index, tensor in enumerate(tensors)}
+
+
+def _of_name(name: str, tensors: dict[str, torch.Tensor]) -> Weights:
+    """The tuple that `_numbered` took apart; it has one or two tensors."""
+    layers = [tensors.get(f"{name}{index}") for index in range(2)]
+    return tuple(layer for layer in layers if layer is not None)
+
+
+def _scan_arguments(
+    rules: dict[str, type[Memories]], tensors: dict[str, torch.Tensor], options: SimpleNamespace
+) -> tuple[ScanInputs, Memories, ScanState | None]:
+    """Inputs, memories, and the state or `None`, of the operator's tensors."""
+    inputs = ScanInputs(*map(tensors.get, ScanInputs._fields))
+    memories = rules[options.memory_rule].of(
+        tensors["conv_weights"],
+        tuple(options.memory_projections),
+        _of_name("initial", tensors),
+        tensors.get("value_share"),
+        tuple(options.rate_factors),
+    )
+    state = None
+    if "conv_tail" in tensors:
+        current = _of_name("current", tensors)
+        state = ScanState(current, _of_name("chunk_start", tensors), tensors["conv_tail"])
+    return inputs, memories, state
+
+
+def _by_head(plan: SlotPlan, heads: int) -> SlotPlan:
+    """The slots of a plan for inputs [b, T, ...], whose rows are repeated for every head."""
+    return SlotPlan(
+        past=None,
+        before=0,
+        valid=plan.valid.repeat_interleave(heads, dim=0),
+        token_of_slot=plan.token_of_slot.repeat_interleave(heads, dim=0),
+        slot_of_token=plan.slot_of_token.repeat_interleave(heads, dim=0),
+    )
+
+
+def _in_slots(inputs: ScanInputs, slots: SlotPlan) -> ScanInputs:
+    """Inputs [b, S, ...] of inputs in the order of the tokens; padding neither writes nor decays."""
+    in_slots = []
+    for field in inputs:
+        if field is not None:
+            field = slots.to_slots(field)
+            if field.ndim == 2:
+                field = torch.where(slots.valid, field, 0.0)
+        in_slots.append(field)
+    return ScanInputs(*in_slots)
+
+
+def _results(reads: torch.Tensor, state: ScanState | None) -> list[torch.Tensor]:
+    """What the operator returns."""
+    if state is None:
+        return [reads]
+    return [reads, *state.current, *state.chunk_start, state.conv_tail]
+
+
+def _run_operator(
+    rules: dict[str, type[Memories]], tensors: dict[str, torch.Tensor], sizes: Sequence[int], text: str
+) -> list[torch.Tensor]:
+    """The operator's results, when the graph runs."""
+    columns, recompute, need_state, is_plain = sizes
+    options = _read_options(text)
+    inputs, memories, state = _scan_arguments(rules, tensors, options)
+    rows, length, _ = inputs.query.shape
+    heads = options.num_memory_heads
+    make_plan = partial(plan_chunks, options)
+    plan = plan_again(make_plan, tensors, (rows // heads, length), columns, has_past=state is not None)
+    if plan.valid is not None:
+        slots = _by_head(plan, heads)
+        inputs = _in_slots(inputs, slots)
+    fast = None if is_plain else fast_scan(options.memory_rule)
+    scan = fast or scan_plain
+    if state is None:
+        state = fresh_state(memories)
+    reads, after = scan(inputs, memories, state, plan.spans, bool(need_state), recompute)
+    if plan.valid is not None:
+        reads = slots.to_tokens(reads)
+    reads, *state_after = _results(reads, after)
+    # a state may hold one tensor twice, or one of the state before
+    return [reads, *(part.clone() for part in state_after)]
+
+
+def _operator_shapes(
+    rules: dict[str, type[Memories]], tensors: dict[str, torch.Tensor], sizes: Sequence[int], text: str
+) -> list[torch.Tensor]:
+    """Tensors of the shapes of `_run_operator`, when the graph is traced."""
+    _, _, need_state, _ = sizes
+    inputs, memories, _ = _scan_arguments(rules, tensors, _read_options(text))
+    reads = inputs.query.new_empty(inputs.query.shape)
+    return _results(reads, fresh_state(memories) if need_state else None)
+
+
+def register_scan(rules: dict[str, type[Memories]]) -> None:
+    """Register the operator for the classes of these values of `memory_rule`."""
+    register("memory_scan", partial(_run_operator, rules), partial(_operator_shapes, rules))
