@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "a norm without the erase gate",
         "model/memory_mixer.py",
-        "return Gates(rate * erased, log_retention, value_norm / erased, erased)",
-        "return Gates(rate * erased, log_retention, value_norm, erased)",
+        "value_norm = value_norm / erased",
+        "value_norm = value_norm * 1.0",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

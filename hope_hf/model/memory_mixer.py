@@ -10,7 +10,7 @@ Axes: B sequence in batch, T token of the call, S slot (`chunks`), b sequences t
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -118,10 +118,12 @@ class MemoryGates(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
-        heads, rule = config.num_memory_heads, RULES[config.memory_rule]
+        heads = config.num_memory_heads
+        rule = RULES[config.memory_rule]
         has_value_gate = rule.extends_deltanet and config.memory_value_gate
         has_erase_gate = config.memory_erase_bias is not None
-        self.gate_proj = nn.Linear(config.hidden_size, (2 + has_value_gate + has_erase_gate) * heads, bias=False)
+        gates = 2 + has_value_gate + has_erase_gate
+        self.gate_proj = nn.Linear(config.hidden_size, gates * heads, bias=False)
         self.learning_rate_bias = nn.Parameter(torch.empty(heads))
         # without it alpha = sigmoid(-a - dt_bias)
         self.A_log = nn.Parameter(torch.empty(heads)) if rule.extends_deltanet else None
@@ -150,11 +152,13 @@ class MemoryGates(nn.Module):
                 # the norm of values stays: the read adds a share of the token's own value, which is no write
                 rate = torch.zeros_like(rate)
                 log_retention = torch.zeros_like(log_retention)
-            if self.erase_bias is None:
-                return Gates(rate, log_retention, value_norm)
-            erased = (more_logits[1] + self.erase_bias.to(dtype)).sigmoid()
-            erased = LEAST_ERASED + (1 - LEAST_ERASED) * erased
-        return Gates(rate * erased, log_retention, value_norm / erased, erased)
+            erased = None
+            if self.erase_bias is not None:
+                share = (more_logits[1] + self.erase_bias.to(dtype)).sigmoid()
+                erased = LEAST_ERASED + (1 - LEAST_ERASED) * share
+                rate = rate * erased
+                value_norm = value_norm / erased
+        return Gates(rate, log_retention, value_norm, erased)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -165,8 +169,9 @@ class MemoryGates(nn.Module):
         if config.retention_bias is None:
             # as in flash-linear-attention; transformers' Qwen3-Next has time steps of 1.3
             shortest, longest = _TIME_STEPS
-            step = torch.exp(torch.empty(heads).uniform_(math.log(shortest), math.log(longest)))
-            init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
+            step = torch.empty(heads).uniform_(math.log(shortest), math.log(longest)).exp()
+            inverse_softplus = step + torch.log(-torch.expm1(-step))
+            init.copy_(self.dt_bias, inverse_softplus)
             init.copy_(self.A_log, torch.empty(heads).uniform_(*_DECAY_RATES).log())
         else:
             init.copy_(self.dt_bias, -torch.linspace(*config.retention_bias, heads))
@@ -181,7 +186,6 @@ class MemoryGates(nn.Module):
 class SpanRecord(NamedTuple):
     """What a span writes and reads, for statistics."""
 
-    memories: Memories
     # keys before normalisation, values as written, queries before normalisation, and reads [b, C, D]
     keys: torch.Tensor
     values: torch.Tensor
@@ -190,10 +194,6 @@ class SpanRecord(NamedTuple):
     # the states around the span
     before: ScanState
     after: ScanState
-
-
-def _norm(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors.norm(dim=-1)
 
 
 class SelfModifyingTitans(Mixer, nn.Module):
@@ -223,8 +223,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         width = config.hidden_size
         heads = config.num_memory_heads
         inner = heads * config.head_dim
-        rule = RULES[config.memory_rule]
-        self.rule = rule
+        self.rule = rule = RULES[config.memory_rule]
         self.projected = tuple(config.memory_projections)
         self.rate_factors = (float(config.projection_memory_rate),) * len(self.projected) + (1.0,)
         shared = self.projected if rule.shares_input else ()
@@ -303,9 +302,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
                 before = fresh_state(memories) if state is None else state
                 reads, after = scan(inputs, memories, before, plan.spans, need_state)
             # [b, S, D] to [B, S, H, D], then to tokens
-            reads = reads.unflatten(0, (batch_size, heads)).transpose(1, 2)
-            if plan.slot_of_token is not None:
-                reads = plan.to_tokens(reads)
+            reads = plan.to_tokens(reads.unflatten(0, (batch_size, heads)).transpose(1, 2))
         # norm, gate, output
         gate = self.g_proj(hidden_states).unflatten(-1, (heads, -1))
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -328,10 +325,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
     def _stream(self, projection: nn.Linear, hidden_states: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
         """The output of a linear map in the slots of the plan, by head [b, S, D], float32 or float64."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        stream = projection(hidden_states)
-        if plan.token_of_slot is not None:
-            stream = plan.to_slots(stream)
-        heads = stream.to(dtype).unflatten(-1, (self.config.num_memory_heads, -1))
+        stream = plan.to_slots(projection(hidden_states)).to(dtype)
+        heads = stream.unflatten(-1, (self.config.num_memory_heads, -1))
         return heads.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
@@ -339,9 +334,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         """A gate [B, T, H] in the slots of the plan, by head [b, S]."""
         if gate is None:
             return None
-        if plan.token_of_slot is not None:
-            gate = plan.to_slots(gate)
-        gate = gate.transpose(1, 2)
+        gate = plan.to_slots(gate).transpose(1, 2)
         if plan.valid is not None:
             # padding neither writes nor decays
             gate = torch.where(plan.valid[:, None], gate, 0.0)
@@ -394,33 +387,38 @@ class SelfModifyingTitans(Mixer, nn.Module):
         | state_norm_ratio | norm of the content memory's change over the norm of the identity |
         | key_norm, value_norm, target_norm | norms of keys before normalisation, of values and targets as written |
         """
-        norms = {name: [] for name in ("surprise_before", "surprise_after", "key_norm", "value_norm", "target_norm")}
+        norms = defaultdict(list)
         with torch.autocast(hidden_states.device.type, enabled=False):
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            memories = self.memories(len(hidden_states), dtype)
             # each span is a chunk, so the state before it holds the weights of the chunk's start
-            for span in self._spans(hidden_states):
-                memories, keys = span.memories, unit(span.keys)
-                target = memories.target(span.before.current, span.values)
-                norms["surprise_before"].append(_norm(memories.recall(span.before.current, keys) - target))
-                norms["surprise_after"].append(_norm(memories.recall(span.after.current, keys) - target))
-                norms["key_norm"].append(_norm(span.keys))
-                norms["value_norm"].append(_norm(span.values))
-                norms["target_norm"].append(_norm(target))
-            initial = memories.content(memories.fresh())
-            final = memories.content(span.after.current)
-        changes = [(after - before).square().sum((-1, -2)) for before, after in zip(initial, final, strict=True)]
+            for record in self._records(hidden_states, memories):
+                before, after = record.before.current, record.after.current
+                keys = unit(record.keys)
+                target = memories.target(before, record.values)
+                vectors = {
+                    "surprise_before": memories.recall(before, keys) - target,
+                    "surprise_after": memories.recall(after, keys) - target,
+                    "key_norm": record.keys,
+                    "value_norm": record.values,
+                    "target_norm": target,
+                }
+                for name, vector in vectors.items():
+                    norms[name].append(vector.norm(dim=-1))
+            squared_change = 0
+            for first, last in zip(memories.content(memories.fresh()), memories.content(after), strict=True):
+                squared_change = squared_change + (last - first).square().sum((-1, -2))
         rate, retention = self.gate_values(hidden_states)
-        return {
-            "learning_rate_mean": rate.mean(),
-            "retention_mean": retention.mean(),
-            **{name: torch.cat(parts, dim=-1).mean() for name, parts in norms.items()},
-            "state_norm_ratio": sum(changes).sqrt().mean() / self.config.head_dim**0.5,
-        }
+        numbers = {"learning_rate_mean": rate.mean(), "retention_mean": retention.mean()}
+        for name, norms_of_spans in norms.items():
+            numbers[name] = torch.cat(norms_of_spans, dim=-1).mean()
+        numbers["state_norm_ratio"] = squared_change.sqrt().mean() / self.config.head_dim**0.5
+        return numbers
 
-    def _spans(self, hidden_states: torch.Tensor) -> Iterator[SpanRecord]:
+    def _records(self, hidden_states: torch.Tensor, memories: Memories) -> Iterator[SpanRecord]:
         """Every span of texts that begin with `hidden_states` [B, T, hidden_size]."""
         plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
         inputs = self.scan_inputs(hidden_states, plan)
-        memories = self.memories(len(hidden_states), inputs.query.dtype)
         state = fresh_state(memories)
         for span in plan.spans:
             keys, values, queries, _ = make_qkv(inputs, memories, state, span)
@@ -429,7 +427,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
                 # over zeta for the scan
                 values = values * inputs.erased[:, span.start : span.stop, None]
             reads, after = scan_span(inputs, memories, state, span)
-            yield SpanRecord(memories, keys, values, queries, reads, before=state, after=after)
+            yield SpanRecord(keys, values, queries, reads, before=state, after=after)
             state = after
 
     @torch.no_grad()
@@ -442,7 +440,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
     def describe(cls, config: PreTrainedConfig) -> str:
         if not config.memory_projections:
             return "made of memories: small per-sequence networks, updated while the text is read"
-        projected = " and ".join({"k": "keys", "v": "values"}[name] for name in config.memory_projections)
+        projected = " and ".join(map({"k": "keys", "v": "values"}.get, config.memory_projections))
         return (
             "made of self-modifying memories: small per-sequence networks, updated while the text is read;\n"
             f"they make {projected} with new weights every {config.memory_chunk_size} tokens"
@@ -471,11 +469,12 @@ class SelfModifyingTitans(Mixer, nn.Module):
         tail = state.conv_tail
         heads, width = config.num_memory_heads, config.head_dim
         memories = len(config.memory_projections) + 1
-        memories_of_cache = state.current[0][0].numel() // (tail.shape[1] * width**2)
         expected_tail = (heads, config.conv_kernel_size - 1, 3 * width)
+        heads_of_cache = tail.shape[1]
+        memories_of_cache = state.current[0][0].numel() // (heads_of_cache * width**2)
         if tuple(tail.shape[1:]) != expected_tail or memories_of_cache != memories:
             raise ValueError(
-                f"the cache holds {tail.shape[1]} heads of {memories_of_cache} memories of width "
+                f"the cache holds {heads_of_cache} heads of {memories_of_cache} memories of width "
                 f"{tail.shape[3] // 3}, and this model's have {heads} of {memories} of width {width}: it is the cache "
                 "of another model"
             )
@@ -493,7 +492,10 @@ class SelfModifyingTitans(Mixer, nn.Module):
         shared = config.memory_projections if RULES[config.memory_rule].shares_input else []
         if shared:
             maps.append("in_proj")
-        maps += [f"{name}_proj" for name in "kv" if name not in shared]
+        if "k" not in shared:
+            maps.append("k_proj")
+        if "v" not in shared:
+            maps.append("v_proj")
         return dict.fromkeys(maps, "colwise_gather_output")
 
     @staticmethod
@@ -531,25 +533,12 @@ class SelfModifyingTitans(Mixer, nn.Module):
         """
         if is_expected(config):
             return kept_bytes_of_kernels(config, batch_size * length, low)
-        chunk, width, heads = config.memory_chunk_size, config.head_dim, config.num_memory_heads
+        width, heads = config.head_dim, config.num_memory_heads
         # of a token and channel: the streams around the scan
         around = 4 * 4 + 2 * low if low == 4 else 4 * 6 + 4 * low
-        memories = len(config.memory_projections) + 1
-        chunks = math.ceil(length / chunk)
+        chunks = math.ceil(length / config.memory_chunk_size)
         stride = config.recompute_chunks or chunks
-        size = min(chunk, length)
-        # numbers that a chunk keeps, by head
-        state = memories * width**2
-        # keys, values, queries, their norms, and products of queries with keys
-        cheap = 3 * (width + 1) * size + size**2
-        # inverses are padded to a power of two
-        padded = max(4, 2 ** math.ceil(math.log2(size)))
-        inverses = padded * (padded + 1)
-        if config.memory_projections:
-            # of two rates
-            inverses *= 2
-        tail = 3 * width * (config.conv_kernel_size - 1)
-        dear = state + tail + inverses + memories * size * width
+        state, cheap, dear = _numbers_of_chunk(config, min(config.memory_chunk_size, length))
         if fast_scan(config.memory_rule) is not None:
             scan = chunks * dear + min(chunks, stride) * cheap
         else:
@@ -557,4 +546,23 @@ class SelfModifyingTitans(Mixer, nn.Module):
             chunks_of_last_group = chunks - (groups - 1) * stride
             of_last_group = _AUTOGRAD_FACTOR * (dear + cheap) * chunks_of_last_group
             scan = RULES[config.memory_rule].depth(config) * (of_last_group + (groups - 1) * state)
-        return batch_size * length * around * heads * width + batch_size * 4 * heads * scan
+        return batch_size * heads * (length * around * width + 4 * scan)
+
+
+def _numbers_of_chunk(config: PreTrainedConfig, size: int) -> tuple[int, int, int]:
+    """Numbers that autograd keeps of a chunk of `size` tokens and a head: its state, cheap ones, and all others.
+
+    Cheap ones are computed again where chunks are recomputed; the state is one of the others.
+    """
+    width = config.head_dim
+    memories = len(config.memory_projections) + 1
+    state = memories * width**2
+    # keys, values, queries, their norms, and products of queries with keys
+    cheap = 3 * (width + 1) * size + size**2
+    # inverses, of two rates where memories project, are padded to a power of two
+    padded = max(4, 2 ** math.ceil(math.log2(size)))
+    rates = 2 if config.memory_projections else 1
+    inverses = rates * padded * (padded + 1)
+    tail = 3 * width * (config.conv_kernel_size - 1)
+    errors = memories * size * width
+    return state, cheap, state + tail + inverses + errors
