@@ -43,12 +43,8 @@ _FILES = frozenset({"layers", "memory_mixer", "continuum"})
 def _is_of_class(part: nn.Module, name: str) -> bool:
     """Whether a module is of exactly that class of the model."""
     kind = type(part)
-    return kind.__name__ == name and kind.__module__.rpartition(".")[2] in _FILES
-
-
-def _has_plain_class(part: nn.Module) -> bool:
-    kind = type(part)
-    return kind is nn.Linear or kind.__name__ in _PLAIN and _is_of_class(part, kind.__name__)
+    file = kind.__module__.rpartition(".")[2]
+    return kind.__name__ == name and file in _FILES
 
 
 def _is_plain(part: nn.Module) -> bool:
@@ -57,11 +53,15 @@ def _is_plain(part: nn.Module) -> bool:
     Another class or `forward` (adapters, quantised maps, offloading) does more, and parameters of another type
     (shards, quantised weights) or none (parametrizations) are not weights to multiply with.
     """
-    if not _has_plain_class(part) or part._forward_hooks or part._forward_pre_hooks:
+    kind = type(part)
+    if kind is not nn.Linear and not (kind.__name__ in _PLAIN and _is_of_class(part, kind.__name__)):
+        return False
+    if part._forward_hooks or part._forward_pre_hooks:
         return False
     if "forward" in vars(part) or "_compiled_call_impl" in vars(part):
         return False
-    return {nn.Parameter, type(None)}.issuperset(map(type, part._parameters.values()))
+    types_of_parameters = set(map(type, part._parameters.values()))
+    return types_of_parameters <= {nn.Parameter, type(None)}
 
 
 def _map_of(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -133,33 +133,54 @@ def step_token(
     rows, _, columns = raw.shape
     width = columns // 3
     for index, name in enumerate(memories.projected):
-        part = raw[..., "kvq".index(name) * width :][..., :width]
-        part += torch.bmm(part, chunk_start[0][..., index * width : (index + 1) * width])
+        first = "kvq".index(name) * width
+        stream = raw[..., first : first + width]
+        stream += torch.bmm(stream, chunk_start[0][..., index * width : (index + 1) * width])
     padded = torch.cat([tail, raw], dim=1)
-    of_document = padded
-    if span.inside is not None:
-        # the token itself always belongs to its document
-        inside = span.inside.squeeze(-1).transpose(0, 1)
-        of_document = torch.cat([tail * inside, raw], dim=1)
-    mixed = (of_document * memories.conv_weights.squeeze(2).transpose(0, 1)).sum(1)
-    qkv = F.silu(mixed).view(rows, 3, width)
+    qkv = F.silu(_convolved(padded, raw, memories.conv_weights, span)).view(rows, 3, width)
     units = over_norm(qkv, least)
     key, value, query = units.chunk(3, dim=1)
     value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
-    decayed = current * gates.retention
     # k W_0 and q W_0
     initial_reads = torch.bmm(units, memories.initial)
-    targets = value
-    if memories.projected:
-        targets = value.repeat(1, 1, len(memories.rate_factors))
-    errors = torch.baddbmm(targets, key, decayed, alpha=-1)
-    errors[..., -width:].sub_(initial_reads[:, :1])
-    for index, factor in enumerate(memories.rate_factors[:-1]):
-        errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
+    decayed = current * gates.retention
+    errors = _errors(key, value, decayed, initial_reads[:, :1], memories)
     current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
     share = memories.value_share if gates.erased is None else memories.value_share * gates.erased
-    reads = torch.baddbmm(initial_reads[:, 2:], query, current[..., -width:]).addcmul_(share, value)
+    reads = torch.baddbmm(initial_reads[:, 2:], query, current[..., -width:])
+    reads.addcmul_(share, value)
     return reads, close_span(state, span, (current,), tail_after(padded, tail, span))
+
+
+def _convolved(padded: torch.Tensor, raw: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+    """The convolution [b, 3 D] of the last of the inputs `padded` [b, K, 3 D], which is `raw` [b, 1, 3 D]."""
+    if span.inside is not None:
+        inside = span.inside.squeeze(-1).transpose(0, 1)
+        # the token itself always belongs to its document
+        padded = torch.cat([padded[:, :-1] * inside, raw], dim=1)
+    return (padded * conv_weights.squeeze(2).transpose(0, 1)).sum(1)
+
+
+def _errors(
+    key: torch.Tensor, value: torch.Tensor, decayed: torch.Tensor, initial_read: torch.Tensor, memories: DeltaMemories
+) -> torch.Tensor:
+    """`rho (v - k W)` of each memory side by side [b, 1, M D], before the token's write.
+
+    Args:
+        key: of norm 1 [b, 1, D].
+        value: [b, 1, D].
+        decayed: the decayed deviations [b, D, M D].
+        initial_read: the key's read of the content memory's initial weights [b, 1, D].
+    """
+    width = key.shape[-1]
+    factors = memories.rate_factors
+    targets = value.repeat(1, 1, len(factors)) if memories.projected else value
+    errors = torch.baddbmm(targets, key, decayed, alpha=-1)
+    errors[..., -width:].sub_(initial_read)
+    # the memories that project begin at the identity
+    for index, factor in enumerate(factors[:-1]):
+        errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
+    return errors
 
 
 class _GateWeights(NamedTuple):
@@ -177,19 +198,24 @@ class _GateWeights(NamedTuple):
     @classmethod
     def of(cls, gates: nn.Module, most: float, dtype: torch.dtype) -> "_GateWeights":
         """The weights of `MemoryGates`, whose largest learning rate is `most`."""
-        # bias, sign, scale and lowest of each gate
-        rows = [(gates.learning_rate_bias, 1, most, 0), (gates.dt_bias, -1, 1, 0)]
+        rows = [_gate_row(gates.learning_rate_bias, dtype, scale=most), _gate_row(gates.dt_bias, dtype, sign=-1)]
         if gates.value_bias is not None:
-            rows.append((gates.value_bias, 1, 2, 0))
+            rows.append(_gate_row(gates.value_bias, dtype, scale=2))
         if gates.erase_bias is not None:
-            rows.append((gates.erase_bias, 1, 1 - LEAST_ERASED, LEAST_ERASED))
-        parts = []
-        for bias, *numbers in rows:
-            bias = bias.to(dtype)
-            columns = [torch.full_like(bias, number) for number in numbers]
-            parts.append(torch.stack([bias, *columns]))
-        bias, sign, scale, lowest = torch.cat(parts, dim=1).unbind()
-        return cls(sign, sign * bias, scale, lowest, gates.A_log.to(dtype).exp().view(-1, 1, 1))
+            rows.append(_gate_row(gates.erase_bias, dtype, scale=1 - LEAST_ERASED, lowest=LEAST_ERASED))
+        sign, bias, scale, lowest = torch.cat(rows, dim=1).unbind()
+        power = gates.A_log.to(dtype).exp().view(-1, 1, 1)
+        return cls(sign, bias, scale, lowest, power)
+
+
+def _gate_row(
+    bias: torch.Tensor, dtype: torch.dtype, sign: float = 1, scale: float = 1, lowest: float = 0
+) -> torch.Tensor:
+    """`sign`, `sign bias`, `scale` and `lowest` of a gate with `bias` [H], as in `_GateWeights`; [4, H]."""
+    bias = bias.to(dtype)
+    rows = [torch.full_like(bias, number) for number in (sign, scale, lowest)]
+    rows.insert(1, sign * bias)
+    return torch.stack(rows)
 
 
 class _TokenMemory(NamedTuple):
@@ -224,18 +250,24 @@ class _TokenMemory(NamedTuple):
         (initial,) = mixer.initial_memory(dtype)
         heads, width, _ = initial.shape
         # [3 H D, 1, K] to [H, K, 3 D], and views of that
-        taps = torch.cat([part.weight.to(dtype) for part in convolutions]).view(3, heads, width, -1)
-        taps = taps.permute(1, 3, 0, 2).reshape(heads, -1, 3 * width).transpose(0, 1).unsqueeze(2)
-        share = mixer.value_share(dtype).view(heads, 1, 1)
+        conv_weights = torch.cat([part.weight.to(dtype) for part in convolutions]).view(3, heads, width, -1)
+        conv_weights = conv_weights.permute(1, 3, 0, 2).reshape(heads, -1, 3 * width)
+        memories = DeltaMemories(
+            conv_weights.transpose(0, 1).unsqueeze(2),
+            mixer.projected,
+            initial,
+            value_share=mixer.value_share(dtype).view(heads, 1, 1),
+            rate_factors=mixer.rate_factors,
+        )
         linear = mixer.gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj
         return cls(
-            _norm_of(norm, low),
-            _norm_of(mixer.o_norm, dtype),
-            tuple(map(_map_of, linear)),
-            _residual_of(mixer.o_proj),
-            DeltaMemories(taps, mixer.projected, initial, share, mixer.rate_factors),
-            _GateWeights.of(mixer.gates, float(mixer.config.memory_learning_rate_max), dtype),
-            initial.new_tensor(NORM_EPSILON**0.5),
+            norm=_norm_of(norm, low),
+            norm_of_reads=_norm_of(mixer.o_norm, dtype),
+            maps=tuple(map(_map_of, linear)),
+            residual=_residual_of(mixer.o_proj),
+            memories=memories,
+            gates=_GateWeights.of(mixer.gates, float(mixer.config.memory_learning_rate_max), dtype),
+            least=initial.new_tensor(NORM_EPSILON**0.5),
         )
 
     def of_rows(self, rows: int) -> "_TokenMemory":
@@ -245,7 +277,8 @@ class _TokenMemory(NamedTuple):
             initial=self.memories.initial.repeat(rows, 1, 1),
             value_share=self.memories.value_share.repeat(rows, 1, 1),
         )
-        return self._replace(memories=memories, gates=self.gates._replace(power=self.power.repeat(rows, 1, 1)))
+        gates = self.gates._replace(power=self.power.repeat(rows, 1, 1))
+        return self._replace(memories=memories, gates=gates)
 
     def read(self, hidden_states: torch.Tensor, state: ScanState, plan: ChunkPlan) -> tuple[torch.Tensor, ScanState]:
         """Hidden states [B, 1, X] after the mixer, and its state.
@@ -256,13 +289,12 @@ class _TokenMemory(NamedTuple):
             plan: the token's slot.
         """
         (current,), chunk_start, tail = state
-        rows, heads, _, width = tail.shape
-        batch = rows * heads
+        rows, heads, _, columns = tail.shape
         weights = self if rows == 1 else self.of_rows(rows)
-        hidden_states = hidden_states.squeeze(1)
-        normed = self.norm(hidden_states)
+        residual = hidden_states.squeeze(1)
+        normed = self.norm(residual)
         logits, *streams, gate = [apply(normed) for apply in self.maps]
-        shape = batch, 1, width // 3
+        shape = rows * heads, 1, columns // 3
         raw = torch.cat([stream.reshape(shape) for stream in streams], dim=-1)
         if raw.dtype != tail.dtype:
             raw = raw.to(tail.dtype)
@@ -272,25 +304,24 @@ class _TokenMemory(NamedTuple):
         reads, after = step_token(raw, gates, weights.memories, state, plan.spans[0], self.least)
         gated = self.norm_of_reads(reads).view(rows, -1).to(gate.dtype) * F.silu(gate)
         # `view`: torch's `unflatten` is a Python function, which costs a token microseconds
-        weights_after = after.current[0]
-        current = weights_after.view(rows, heads, *weights_after.shape[1:])
-        chunk_start = tuple(part.view(rows, heads, *part.shape[1:]) for part in after.chunk_start)
-        after = ScanState((current,), chunk_start, after.conv_tail.view(tail.shape))
-        return self.residual(hidden_states, gated).unsqueeze(1), after
+        chunk_start = tuple(part.view(current.shape) for part in after.chunk_start)
+        after = ScanState((after.current[0].view(current.shape),), chunk_start, after.conv_tail.view(tail.shape))
+        return self.residual(residual, gated).unsqueeze(1), after
 
     def token_gates(self, logits: torch.Tensor, rows: int, plan: ChunkPlan) -> TokenGates:
         """The gates of a token, from their logits [B, gates H]; `self` is that of all rows."""
         weights = self.gates
         sigmoids = torch.addcmul(weights.bias, logits, weights.sign).sigmoid_()
-        sigmoids = torch.addcmul(weights.lowest, sigmoids, weights.scale)
+        values = torch.addcmul(weights.lowest, sigmoids, weights.scale)
         batch = len(weights.power)
         if rows > 1:
-            sigmoids = sigmoids.view(rows, -1, batch // rows).transpose(0, 1)
-        rate, retention, *more = sigmoids.reshape(-1, batch, 1, 1).unbind(0)
+            values = values.view(rows, -1, batch // rows).transpose(0, 1)
+        rate, retention, *more = values.reshape(-1, batch, 1, 1).unbind(0)
         retention = retention.pow(weights.power)
         norm = more[0] if more else None
-        erased = more[1] if len(more) > 1 else None
-        if erased is not None:
+        erased = None
+        if len(more) == 2:
+            erased = more[1]
             rate = rate * erased
             norm = norm / erased
         if plan.valid is not None:
@@ -356,15 +387,17 @@ class TokenWeights:
     """
 
     def __init__(self, block: nn.Module, dtype: torch.dtype, largest_rate: float | None):
-        modules_of_block = list(block.modules())
-        self.attributes = [vars(module) for module in modules_of_block]
-        self.children = [module._modules for module in modules_of_block]
-        self.parameters = [module._parameters for module in modules_of_block]
-        self.hooks, self.derived_from = [], []
-        for module in modules_of_block:
+        self.attributes, self.children, self.parameters, self.hooks = [], [], [], []
+        self.derived_from = []
+        for module in block.modules():
+            self.attributes.append(vars(module))
+            self.children.append(module._modules)
+            self.parameters.append(module._parameters)
             self.hooks += [module._forward_hooks, module._forward_pre_hooks]
-            # the weights of linear maps are read at every token
-            for parameter in () if isinstance(module, nn.Linear) else module.parameters(recurse=False):
+            if isinstance(module, nn.Linear):
+                # its weights are read at every token
+                continue
+            for parameter in module.parameters(recurse=False):
                 # an inference tensor has no version
                 if type(parameter) is nn.Parameter and not parameter.is_inference():
                     self.derived_from.append(parameter)
