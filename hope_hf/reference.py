@@ -15,8 +15,13 @@ ERROR_CLIP = 2.0
 INNER_RATE = 0.1
 
 
+def norm(x):
+    """The norm of each vector, with an epsilon that keeps it above 0."""
+    return (x.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+
+
 def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+    return x / norm(x)
 
 
 def matvec(weight, x):
@@ -29,17 +34,28 @@ def outer(a, b):
     return torch.einsum("bho,bhi->bhoi", a, b)
 
 
-def beside(gate):
-    """A gate [B, H] as a factor of matrices: [B, H, 1, 1]."""
+def of_vectors(gate):
+    """A gate [B, H] as a factor of vectors [B, H, D]."""
+    return gate[..., None]
+
+
+def of_matrices(gate):
+    """A gate [B, H] as a factor of matrices [B, H, o, i]."""
     return gate[..., None, None]
+
+
+def rows_of(weight, batch_size):
+    """A weight [H, o, i] for every sequence [B, H, o, i]."""
+    return weight.unsqueeze(0).expand(batch_size, -1, -1, -1)
 
 
 class DeltaMemory:
     """One memory of every sequence and head under the gated delta rule: M(z) = W z, whose weights decay to W_0."""
 
     def __init__(self, initial, batch_size):
-        self.initial = initial.unsqueeze(0).expand(batch_size, -1, -1, -1)
-        self.weight = self.chunk_start = self.initial
+        self.initial = rows_of(initial, batch_size)
+        self.weight = self.initial
+        self.chunk_start = self.initial
 
     def __call__(self, z):
         return matvec(self.weight, z)
@@ -49,9 +65,9 @@ class DeltaMemory:
 
     def step(self, k, v, eta, alpha, rate, erased):
         """`W = W' + rho eta (v - zeta W' k) k^T` with `W' = W_0 + alpha (W - W_0)`. eta, alpha, zeta: [B, H]."""
-        decayed = self.initial + beside(alpha) * (self.weight - self.initial)
-        error = v - erased[..., None] * matvec(decayed, k)
-        self.weight = decayed + rate * beside(eta) * outer(error, k)
+        decayed = self.initial + of_matrices(alpha) * (self.weight - self.initial)
+        error = v - of_vectors(erased) * matvec(decayed, k)
+        self.weight = decayed + rate * of_matrices(eta) * outer(error, k)
 
     def close_chunk(self):
         self.chunk_start = self.weight
@@ -61,17 +77,23 @@ class PaperMemory:
     """One memory of every sequence and head under the paper's rule: M(z) = z + W1 act(W2 z), equation (89)."""
 
     def __init__(self, initial, batch_size):
-        self.initial = [weight.unsqueeze(0).expand(batch_size, -1, -1, -1) for weight in initial]
-        self.weights = self.snap = list(self.initial)
+        self.initial = [rows_of(weight, batch_size) for weight in initial]
+        self.weights = self.initial
+        self.chunk_start = self.initial
 
-    def __call__(self, z, weights=None):
-        weights = self.weights if weights is None else weights
-        if len(weights) == 1:
-            return z + matvec(weights[0], z)
-        return z + matvec(weights[1], unit(F.silu(matvec(weights[0], z))))
+    def __call__(self, z):
+        return self.apply(self.weights, z)
 
     def at_chunk_start(self, z):
-        return self(z, self.snap)
+        return self.apply(self.chunk_start, z)
+
+    @staticmethod
+    def apply(weights, z):
+        """`M(z)` with these weights: (W,) or (W2, W1)."""
+        if len(weights) == 1:
+            return z + matvec(weights[0], z)
+        hidden = unit(F.silu(matvec(weights[0], z)))
+        return z + matvec(weights[1], hidden)
 
     def target(self, v):
         """Equation (84): the target `M(v)`, with the weights of the chunk's start."""
@@ -79,19 +101,18 @@ class PaperMemory:
 
     def layer_inputs_and_errors(self, k, target):
         """u and delta = dL/d(W u) of each layer, L = |M(k) - target|^2 / 2 (93), by autograd at the chunk's start."""
-        if len(self.snap) == 1:
-            product = matvec(self.snap[0], k)
+        if len(self.chunk_start) == 1:
+            product = matvec(self.chunk_start[0], k)
             loss = (k + product - target).square().sum() / 2
             (error,) = torch.autograd.grad(loss, product, create_graph=True)
             return [(k, error)]
-        pre = matvec(self.snap[0], k)
+        pre = matvec(self.chunk_start[0], k)
         hidden = unit(F.silu(pre))
-        product = matvec(self.snap[1], hidden)
+        product = matvec(self.chunk_start[1], hidden)
         loss = (k + product - target).square().sum() / 2
         inner_error, outer_error = torch.autograd.grad(loss, [pre, product], create_graph=True)
         # a hidden activation of norm below 0.1 passes no larger error than one of norm 0.1
-        norm = (F.silu(pre).square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
-        inner_error = inner_error * (norm / HIDDEN_NORM_FLOOR).clamp(max=1.0)
+        inner_error = inner_error * (norm(F.silu(pre)) / HIDDEN_NORM_FLOOR).clamp(max=1.0)
         return [(k, inner_error), (hidden, outer_error)]
 
     def step(self, k, v, eta, alpha, rate, _):
@@ -104,18 +125,17 @@ class PaperMemory:
         weights = []
         for index, (u, error) in enumerate(layers):
             is_last = index == len(layers) - 1
-            norm = (error.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
-            error = error * (ERROR_CLIP / norm).clamp(max=1.0)
-            eta_layer = rate * eta * (1.0 if is_last else INNER_RATE)
-            old = self.weights[index]
-            new = beside(alpha) * old + beside(1 - alpha) * self.initial[index]
+            error = error * (ERROR_CLIP / norm(error)).clamp(max=1.0)
+            step = of_matrices(rate * eta * (1.0 if is_last else INNER_RATE))
+            weight = self.weights[index]
+            new = of_matrices(alpha) * weight + of_matrices(1 - alpha) * self.initial[index]
             if is_last:
-                new = new - beside(eta_layer) * outer(matvec(old, u), u)
-            weights.append(new - beside(eta_layer) * outer(error, u))
+                new = new - step * outer(matvec(weight, u), u)
+            weights.append(new - step * outer(error, u))
         self.weights = weights
 
     def close_chunk(self):
-        self.snap = list(self.weights)
+        self.chunk_start = self.weights
 
 
 def causal_convolution(weight, history):
@@ -123,10 +143,9 @@ def causal_convolution(weight, history):
     heads = history[-1].shape[1]
     taps = weight.view(heads, -1, weight.shape[-1])
     # the last tap is that of the token itself
-    last = taps.shape[-1] - 1
     output = 0
-    for back in range(min(last + 1, len(history))):
-        output = output + taps[..., last - back] * history[-1 - back]
+    for back in range(1, min(taps.shape[-1], len(history)) + 1):
+        output = output + taps[..., -back] * history[-back]
     return output
 
 
@@ -139,11 +158,12 @@ def make_memories(mixer, batch_size):
         if config.memory_rule == "paper":
             initial = [layer[:, index] for layer in layers.values()]
             memories[name] = PaperMemory(initial, batch_size)
-        else:
+            continue
+        initial = layers["weight"].mT
+        if name != "content":
             # memories that project keys and values begin at the identity
-            weight = layers["weight"].mT
-            identity = torch.eye(config.head_dim, dtype=weight.dtype).expand_as(weight)
-            memories[name] = DeltaMemory(weight if name == "content" else identity, batch_size)
+            initial = torch.eye(config.head_dim, dtype=initial.dtype).expand_as(initial)
+        memories[name] = DeltaMemory(initial, batch_size)
     return memories, memories.pop("content")
 
 
@@ -168,15 +188,18 @@ def keys_values_queries(mixer, n, makers, history):
 def make_gates(mixer, n):
     """Of a token: eta, alpha, zeta and the norm of values, [B, H] each; without their gates 1 and None."""
     gates = mixer.gates
-    rate, decay, *more = gates.gate_proj(n).view(len(n), -1, mixer.config.num_memory_heads).unbind(1)
+    logits = gates.gate_proj(n).view(len(n), -1, mixer.config.num_memory_heads)
+    rate, decay, *more = logits.unbind(1)
     eta = mixer.config.memory_learning_rate_max * torch.sigmoid(rate + gates.learning_rate_bias)
     steepness = 1.0 if gates.A_log is None else gates.A_log.exp()
     alpha = torch.exp(-F.softplus(decay + gates.dt_bias) * steepness)
+    value_norm = None
+    if gates.value_bias is not None:
+        value_norm = 2 * torch.sigmoid(more[0] + gates.value_bias)
     erased = torch.ones_like(eta)
     if gates.erase_bias is not None:
         erased = LEAST_ERASED + (1 - LEAST_ERASED) * torch.sigmoid(more[1] + gates.erase_bias)
-    norm = 2 * torch.sigmoid(more[0] + gates.value_bias) if more else None
-    return eta, alpha, erased, norm
+    return eta, alpha, erased, value_norm
 
 
 def self_modifying_titans(mixer, hidden_states):
@@ -194,9 +217,9 @@ def self_modifying_titans(mixer, hidden_states):
     for t in range(length):
         n = hidden_states[:, t]
         k, v, q = keys_values_queries(mixer, n, makers, history)
-        eta, alpha, erased, norm = make_gates(mixer, n)
-        if norm is not None:
-            v = norm[..., None] * unit(v)
+        eta, alpha, erased, value_norm = make_gates(mixer, n)
+        if value_norm is not None:
+            v = of_vectors(value_norm) * unit(v)
 
         # (88) for every memory, and the read after it (82)
         content.step(k, v, eta, alpha, 1.0, erased)

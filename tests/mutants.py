@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "zeta's gradient without the value share",
         "fast/delta_span.py",
-        "grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share",
-        "grad_inputs.erased[:, cut] = share",
+        "grad_inputs.erased[:, cut] = value_share.squeeze(-1) * grad_share",
+        "grad_inputs.erased[:, cut] = grad_share",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

@@ -43,7 +43,8 @@ class Weights(NamedTuple):
 
     def by_stream(self) -> "Weights":
         """Views for the spans."""
-        return self._replace(conv_weights=[part.unbind() for part in self.conv_weights.chunk(3, dim=-1)])
+        streams = self.conv_weights.chunk(3, dim=-1)
+        return self._replace(conv_weights=[stream.unbind() for stream in streams])
 
 
 class State(NamedTuple):
@@ -69,17 +70,17 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, width: int, projected: tuple[str, ...], factors: tuple[float, ...]) -> "Shape":
         """`projected` and `factors` as in `DeltaMemories`."""
-        columns = []
-        for index in range(len(factors)):
-            columns.append(slice(index * width, (index + 1) * width))
-        # factors come in runs
-        groups: dict[float, slice] = {}
-        for memory, factor in zip(columns, factors, strict=True):
-            first = groups.get(factor, memory)
-            groups[factor] = slice(first.start, memory.stop)
-        projecting = {"kv".index(name): columns[index] for index, name in enumerate(projected)}
-        content = columns[-1]
-        return cls(width, [(part, rho) for rho, part in groups.items()], projecting, content, slice(0, content.start))
+        projecting = {}
+        for index, name in enumerate(projected):
+            projecting["kv".index(name)] = slice(index * width, (index + 1) * width)
+        start = len(projected) * width
+        others, content = slice(0, start), slice(start, start + width)
+        # the memories that project have one rho
+        if factors[0] == factors[-1]:
+            groups = [(slice(0, content.stop), factors[0])]
+        else:
+            groups = [(others, factors[0]), (content, factors[-1])]
+        return cls(width, groups, projecting, content, others)
 
 
 def padded_streams(inputs: ScanInputs, state: State | Saved, span: ChunkSpan, shape: Shape) -> list[torch.Tensor]:
@@ -87,12 +88,13 @@ def padded_streams(inputs: ScanInputs, state: State | Saved, span: ChunkSpan, sh
     before = span.start - state.conv_tail.shape[1]
     streams = []
     for index, tail in enumerate(state.conv_tail.chunk(3, dim=-1)):
+        stream = inputs[index]
         columns = shape.projected.get(index)
         if columns is None and before >= 0 and span.tail_out is None:
             # the inputs hold the tail already
-            streams.append(inputs[index][:, before : span.stop])
+            streams.append(stream[:, before : span.stop])
             continue
-        raw = inputs[index][:, span.start : span.stop]
+        raw = stream[:, span.start : span.stop]
         if columns is not None:
             raw = raw + torch.bmm(raw, state.chunk_start[..., columns])
         streams.append(with_tail(raw, tail, span))
@@ -191,8 +193,13 @@ class SpanBackward:
         grad_inputs: ScanInputs,
         grad_weights: Weights,
     ):
-        self.inputs, self.weights, self.span, self.shape, self.saved = inputs, weights, span, shape, saved
-        self.grad_inputs, self.grad_weights = grad_inputs, grad_weights
+        self.inputs = inputs
+        self.weights = weights
+        self.span = span
+        self.shape = shape
+        self.saved = saved
+        self.grad_inputs = grad_inputs
+        self.grad_weights = grad_weights
         self.cut = slice(span.start, span.stop)
         self.padded = padded_streams(inputs, saved, span, shape)
         if saved.mixed is None:
@@ -207,16 +214,8 @@ class SpanBackward:
 
         `current_after` is S after the span.
         """
-        span, saved = self.span, self.saved
-        grad_after, grad_start, grad_tail = after
-        if grad_start is not None and span.closes is True:
-            grad_after = grad_start if grad_after is None else grad_after + grad_start
-            grad_start = None
-        elif grad_start is not None and span.closes is not False:
-            closed = torch.where(span.closes, grad_start, 0.0)
-            grad_after = closed if grad_after is None else grad_after + closed
-            grad_start = grad_start - closed
-
+        saved = self.saved
+        grad_after, grad_start = self.close_backward(after.current, after.chunk_start)
         self.reads_backward(grad_reads, grad_after)
         self.solve_backward(grad_reads)
         self.keys_backward(grad_after, current_after)
@@ -224,17 +223,36 @@ class SpanBackward:
         if self.shape.projected and grad_start is None:
             # memories that project are read at the chunk's start
             grad_start = torch.zeros_like(saved.chunk_start)
-        grad_tail = self.stream_backward(grad_start, grad_tail)
+        grad_tail = self.stream_backward(grad_start, after.conv_tail)
 
         grad_current = self.grad_current
         if saved.chunk_start is saved.current and grad_start is not None:
             grad_current = grad_current.add_(grad_start)
             grad_start = None
-        if span.continues is not None:
-            grad_current = span.continues * grad_current
+        continues = self.span.continues
+        if continues is not None:
+            grad_current = continues * grad_current
             if grad_start is not None:
-                grad_start = span.continues * grad_start
+                grad_start = continues * grad_start
         return State(grad_current, grad_start, grad_tail)
+
+    def close_backward(
+        self, grad_after: torch.Tensor | None, grad_start: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of S after the span, and of S at the chunk's start before it, from those of both after it.
+
+        In rows whose chunk ends with the span, S after the span is that at the next chunk's start.
+        """
+        closes = self.span.closes
+        if grad_start is None or closes is False:
+            return grad_after, grad_start
+        if closes is True:
+            closed, grad_start = grad_start, None
+        else:
+            closed = torch.where(closes, grad_start, 0.0)
+            grad_start = grad_start - closed
+        grad_after = closed if grad_after is None else grad_after + closed
+        return grad_after, grad_start
 
     def reads_backward(self, grad_reads: torch.Tensor, grad_after: torch.Tensor | None) -> None:
         """Through the reads of what the span writes, and the state after it: errors, written keys, S."""
@@ -266,6 +284,7 @@ class SpanBackward:
         products = products.unflatten(1, (2, -1))
         self.grad_both = torch.bmm(decayed, saved.current[..., content].mT).view_as(tokens.both)
         if self.shape.projected:
+            # these memories are read at keys alone
             grad_others = self.grad_right[..., others]
             products[:, 0] += torch.bmm(grad_others, saved.errors[..., others].mT)
             decayed_others = tokens.from_start * grad_others
@@ -300,30 +319,33 @@ class SpanBackward:
 
     def values_backward(self, grad_reads: torch.Tensor) -> None:
         """Through the errors, the share of the value in a read, and the gates of values, to values of unit norm."""
-        inputs, weights, cut, values = self.inputs, self.weights, self.cut, self.tokens.values
-        grad_values = weights.value_share * grad_reads
+        inputs, cut, values = self.inputs, self.cut, self.tokens.values
+        value_share = self.weights.value_share
+        grad_values = value_share * grad_reads
         if inputs.erased is not None:
             grad_values.mul_(inputs.erased[:, cut, None])
         grad_values.sub_(self.grad_right[..., self.shape.content])
         if self.shape.projected:
             # each of these memories takes k - v
-            grad_others = self.grad_right[..., self.shape.others].unflatten(-1, (-1, self.shape.width)).sum(2)
-            self.grad_both[:, 0] += grad_others
-            grad_values -= grad_others
-        share = (grad_reads * values).sum(-1)
+            grad_others = self.grad_right[..., self.shape.others]
+            grad_targets = grad_others.unflatten(-1, (-1, self.shape.width)).sum(2)
+            self.grad_both[:, 0] += grad_targets
+            grad_values -= grad_targets
+        # of each token's share of its value
+        grad_share = (grad_reads * values).sum(-1)
         # the gradient's product with the unit value [b, C, 1], through whose norm it goes; None without a norm
         self.value_dot = None
         if inputs.value_norm is not None:
             norm = inputs.value_norm[:, cut]
-            share.mul_(norm)
+            grad_share.mul_(norm)
             grad_norm = (grad_values * values).sum(-1)
             self.grad_inputs.value_norm[:, cut] = grad_norm
             grad_values.mul_(norm.unsqueeze(-1))
             self.value_dot = (grad_norm * norm).unsqueeze(-1)
         if inputs.erased is not None:
-            self.grad_inputs.erased[:, cut] = weights.value_share.squeeze(-1) * share
-            share.mul_(inputs.erased[:, cut])
-        self.grad_weights.value_share.add_(share.sum(-1)[:, None, None])
+            self.grad_inputs.erased[:, cut] = value_share.squeeze(-1) * grad_share
+            grad_share.mul_(inputs.erased[:, cut])
+        self.grad_weights.value_share.add_(grad_share.sum(-1)[:, None, None])
         self.grad_values = grad_values
 
     def stream_backward(self, grad_start: torch.Tensor | None, grad_tail: torch.Tensor | None) -> torch.Tensor:
@@ -331,20 +353,13 @@ class SpanBackward:
 
         Where memories project, their gradient is added to `grad_start`.
         """
-        tokens = self.tokens
         grad_keys, grad_queries = self.grad_both.unbind(1)
         grad_tails = [None] * 3 if grad_tail is None else grad_tail.chunk(3, dim=-1)
-        before = []
-        for index, unit, grad in (
-            (0, tokens.keys, grad_keys),
-            (1, tokens.values, self.grad_values),
-            (2, tokens.queries, grad_queries),
-        ):
-            row_dot = self.value_dot if index == 1 else (grad * unit).sum(-1, keepdim=True)
-            if row_dot is not None:
-                grad.addcmul_(unit, row_dot, value=-1).mul_(self.scales[index])
+        grad_tails_before = []
+        for index, grad in enumerate((grad_keys, self.grad_values, grad_queries)):
+            self.norm_backward(index, grad)
             torch.ops.aten.silu_backward.grad_input(grad, self.mixed[index], grad_input=grad)
-            grad_raw, grad_stream_tail = convolution_gradients(
+            grad_raw, grad_tail_before = convolution_gradients(
                 grad,
                 grad_tails[index],
                 self.padded[index],
@@ -352,11 +367,21 @@ class SpanBackward:
                 self.grad_weights.conv_weights[index],
                 self.span,
             )
-            before.append(grad_stream_tail)
-            columns = self.shape.projected.get(index)
-            if columns is not None:
-                grad_source = grad_raw.contiguous()
-                grad_start[..., columns] += torch.bmm(self.inputs[index][:, self.cut].mT, grad_source)
-                grad_raw = torch.baddbmm(grad_raw, grad_source, self.saved.chunk_start[..., columns].mT)
+            grad_tails_before.append(grad_tail_before)
+            if index in self.shape.projected:
+                grad_raw = self.projection_backward(index, grad_raw.contiguous(), grad_start)
             self.grad_inputs[index][:, self.cut] = grad_raw
-        return torch.cat(before, dim=-1)
+        return torch.cat(grad_tails_before, dim=-1)
+
+    def norm_backward(self, index: int, grad: torch.Tensor) -> None:
+        """Through the norm of k (0), v (1) or q (2): `grad` [b, C, D] is changed in place."""
+        unit = (self.tokens.keys, self.tokens.values, self.tokens.queries)[index]
+        dot = self.value_dot if index == 1 else (grad * unit).sum(-1, keepdim=True)
+        if dot is not None:
+            grad.addcmul_(unit, dot, value=-1).mul_(self.scales[index])
+
+    def projection_backward(self, index: int, grad: torch.Tensor, grad_start: torch.Tensor) -> torch.Tensor:
+        """Through the memory that projects k (0) or v (1), whose gradient is added to `grad_start`."""
+        columns = self.shape.projected[index]
+        grad_start[..., columns] += torch.bmm(self.inputs[index][:, self.cut].mT, grad)
+        return torch.baddbmm(grad, grad, self.saved.chunk_start[..., columns].mT)
