@@ -8,6 +8,8 @@ Axes: b sequences times heads, S slot (`chunks`), C slot of a span, D head width
 of the convolution. Tokens are rows; a memory is applied as `z W`.
 """
 
+from itertools import islice
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -37,27 +39,28 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     matrix = lower.new_empty(shape) if padded == size else lower.new_zeros(shape)
     matrix[:, :size, :size] = lower
     inverse = lower.new_zeros(shape)
-    corner = _diagonal_blocks(matrix, _BASE).tril(-1)
-    start = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) + corner
-    powers = torch.baddbmm(start, start, torch.bmm(corner, corner))
-    _diagonal_blocks(inverse, _BASE).copy_(powers)
+    # I + L + L^2 + L^3 = (I + L) + (I + L) L^2
+    block = _diagonal_blocks(matrix, _BASE).tril(-1)
+    first_powers = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) + block
+    all_powers = torch.baddbmm(first_powers, first_powers, torch.bmm(block, block))
+    _diagonal_blocks(inverse, _BASE).copy_(all_powers)
     width = _BASE
     while width < padded:
         # of every block of twice the width, the quarters on the diagonal and the one below
+        step = 2 * width
         below = width * padded
-        upper_left = _diagonal_blocks(inverse, 2 * width, width)
-        lower_right = _diagonal_blocks(inverse, 2 * width, width, below + width)
-        product = torch.bmm(lower_right, _diagonal_blocks(matrix, 2 * width, width, below))
-        merged = torch.bmm(product, upper_left)
-        _diagonal_blocks(inverse, 2 * width, width, below).copy_(merged)
-        width *= 2
+        upper_left = _diagonal_blocks(inverse, step, width)
+        lower_right = _diagonal_blocks(inverse, step, width, below + width)
+        lower_left = _diagonal_blocks(matrix, step, width, below)
+        merged = torch.bmm(torch.bmm(lower_right, lower_left), upper_left)
+        _diagonal_blocks(inverse, step, width, below).copy_(merged)
+        width = step
     return inverse[:, :size, :size]
 
 
-def _diagonal_blocks(matrix: torch.Tensor, step: int, width: int | None = None, offset: int = 0) -> torch.Tensor:
+def _diagonal_blocks(matrix: torch.Tensor, step: int, width: int = _BASE, offset: int = 0) -> torch.Tensor:
     """Views [., width, width] of `matrix` [b, N + 1, N] at every `step` along the diagonal, `offset` numbers later."""
     batch, _, size = matrix.shape
-    width = width or step
     shape = batch * size // step, width, width
     strides = step * (size + 1), size, 1
     return matrix.as_strided(shape, strides, offset)
@@ -70,7 +73,7 @@ def _forward_span(
     span: ChunkSpan,
     shape: Shape,
     reads: torch.Tensor,
-    keeps_all: bool,
+    saves_all: bool,
 ) -> tuple[State, Saved]:
     """The state after a span, and the tensors to save; its reads [b, C, D] are written into `reads`."""
     cut = slice(span.start, span.stop)
@@ -85,17 +88,26 @@ def _forward_span(
     if len(shape.groups) > 1:
         lower = torch.cat([rho * lower for _, rho in shape.groups])
     solved = unit_lower_inverse(lower)
-    before = _reads_of_state(tokens, state.current, weights.initial, shape)
-    errors = solve(solved, _right_side(tokens, values, before[:, 0], state.current, shape), shape)
-    read = torch.baddbmm(before[:, 1], attention, errors[..., shape.content])
+    reads_before = _reads_of_state(tokens, state.current, weights.initial, shape)
+    right = _right_side(tokens, values, reads_before[:, 0], state.current, shape)
+    errors = solve(solved, right, shape)
+    read = torch.baddbmm(reads_before[:, 1], attention, errors[..., shape.content])
     if inputs.erased is not None:
         values = values * inputs.erased[:, cut, None]
     torch.addcmul(read, weights.value_share, values, out=reads)
-    if not keeps_all:
+    if not saves_all:
         mixed = scales = attention = None
     saved = Saved(mixed, scales, attention, solved, errors, *state)
+    return _state_after(state, span, tokens, errors, padded), saved
 
-    after = (tokens.from_start[:, -1:] * state.current).baddbmm_(tokens.written.mul_(tokens.to_end).mT, errors)
+
+def _state_after(
+    state: State, span: ChunkSpan, tokens: Tokens, errors: torch.Tensor, padded: list[torch.Tensor]
+) -> State:
+    """The state after a span, from that before it; `padded` holds its streams with the tail in front."""
+    decayed = tokens.from_start[:, -1:] * state.current
+    # `written` is not read again
+    after = decayed.baddbmm_(tokens.written.mul_(tokens.to_end).mT, errors)
     chunk_start = state.chunk_start
     if not isinstance(span.closes, bool):
         chunk_start = torch.where(span.closes, after, chunk_start)
@@ -103,20 +115,21 @@ def _forward_span(
         # one tensor for both, as `_Scan` checks by identity
         chunk_start = after
     tails = []
-    for part in padded:
+    for stream in padded:
         if span.tail_out is None:
-            tails.append(part[:, span.stop - span.start :])
+            tails.append(stream[:, span.stop - span.start :])
         else:
-            tails.append(part.gather(1, span.tail_out.expand(-1, -1, shape.width)))
-    return State(after, chunk_start, torch.cat(tails, dim=-1)), saved
+            tails.append(stream.gather(1, span.tail_out.expand(-1, -1, stream.shape[-1])))
+    return State(after, chunk_start, torch.cat(tails, dim=-1))
 
 
 def _reads_of_state(tokens: Tokens, current: torch.Tensor, initial: torch.Tensor, shape: Shape) -> torch.Tensor:
     """What the content memory before the span returns for keys and queries [b, 2, C, D], with the initial memory."""
     rows = tokens.rows
-    reads = torch.bmm(rows, current[..., shape.content]).view_as(tokens.both).mul_(tokens.from_start.unsqueeze(1))
-    reads.view_as(rows).baddbmm_(rows, initial)
-    return reads
+    reads = torch.bmm(rows, current[..., shape.content])
+    reads.view_as(tokens.both).mul_(tokens.from_start.unsqueeze(1))
+    reads.baddbmm_(rows, initial)
+    return reads.view_as(tokens.both)
 
 
 def _right_side(
@@ -127,8 +140,10 @@ def _right_side(
     if not shape.projected:
         return right
     others = torch.bmm(tokens.keys, current[..., shape.others]).mul_(tokens.from_start)
-    others = others.unflatten(-1, (-1, shape.width)).add_((tokens.keys - values).unsqueeze(2))
-    return torch.cat([others.flatten(2), right], dim=-1)
+    # their initial weights are the identity
+    targets = (tokens.keys - values).unsqueeze(2)
+    others.unflatten(-1, (-1, shape.width)).add_(targets)
+    return torch.cat([others, right], dim=-1)
 
 
 class _Scan(torch.autograd.Function):
@@ -139,20 +154,22 @@ class _Scan(torch.autograd.Function):
         inputs, weights, state = _group(tensors)
         weights = weights.by_stream()
         shape = Shape.of(inputs.query.shape[-1], projected, factors)
-        keeps = has_backward and any(ctx.needs_input_grad)
+        saves = has_backward and any(ctx.needs_input_grad)
         reads = torch.empty_like(inputs.query)
-        to_save, shared = [], []
+        to_save = []
+        # whether S at the chunk's start is S before the span
+        shared = []
         first_whole = len(spans) - recompute if recompute else 0
         for number, span in enumerate(spans):
             if span.continues is not None:
                 state = _restarted(state, span)
             span_reads = reads[:, span.start : span.stop]
-            keeps_all = number >= first_whole
-            state, saved = _forward_span(inputs, weights, state, span, shape, span_reads, keeps_all)
+            saves_all = number >= first_whole
+            state, saved = _forward_span(inputs, weights, state, span, shape, span_reads, saves_all)
             shared.append(saved.chunk_start is saved.current)
-            if keeps:
+            if saves:
                 to_save.extend(saved)
-        if keeps:
+        if saves:
             ctx.spans, ctx.shape, ctx.shared = spans, shape, shared
             ctx.save_for_backward(*tensors, state.current if need_state else None, *to_save)
             ctx.set_materialize_grads(False)
@@ -166,15 +183,17 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_reads, grad_current, grad_start, grad_tail):
-        to_save = list(ctx.saved_tensors)
+        tensors = list(ctx.saved_tensors)
         fields = len(Saved._fields)
-        first = len(to_save) - len(ctx.spans) * fields
-        inputs, weights, _ = _group(to_save[: first - 1])
-        current_after = to_save[first - 1]
+        # the forward pass's arguments, S after the last span, and what each span saved
+        first = len(tensors) - len(ctx.spans) * fields
+        inputs, weights, _ = _group(tensors[: first - 1])
+        current_after = tensors[first - 1]
         # Uninitialised, since every slot is written once. Contiguous, which fixes the order of the sums over them.
         grad_inputs = ScanInputs(*map(_empty_like, inputs))
         grad_weights = Weights(*map(torch.zeros_like, weights))
-        weights, grad_views = weights.by_stream(), grad_weights.by_stream()
+        weights = weights.by_stream()
+        grad_views = grad_weights.by_stream()
         if grad_reads is None:
             grad_reads = torch.zeros_like(inputs.query)
         if grad_start is not None:
@@ -184,8 +203,8 @@ class _Scan(torch.autograd.Function):
         # a backward pass started within autocast would round these products
         with torch.autocast(grad_reads.device.type, enabled=False):
             for span, shared in zip(reversed(ctx.spans), reversed(ctx.shared), strict=True):
-                saved = Saved(*to_save[-fields:])
-                del to_save[-fields:]
+                saved = Saved(*tensors[-fields:])
+                del tensors[-fields:]
                 if shared:
                     saved = saved._replace(chunk_start=saved.current)
                 backward = SpanBackward(inputs, weights, span, ctx.shape, saved, grad_inputs, grad_views)
@@ -207,9 +226,11 @@ def _empty_like(part: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _group(tensors) -> tuple[ScanInputs, Weights, State]:
-    inputs, weights = len(ScanInputs._fields), len(Weights._fields)
-    rest = tensors[inputs:]
-    return ScanInputs(*tensors[:inputs]), Weights(*rest[:weights]), State(*rest[weights:])
+    """The tensors of `_Scan.apply`."""
+    remaining = iter(tensors)
+    inputs = ScanInputs._make(islice(remaining, len(ScanInputs._fields)))
+    weights = Weights._make(islice(remaining, len(Weights._fields)))
+    return inputs, weights, State._make(remaining)
 
 
 def scan_fused(
