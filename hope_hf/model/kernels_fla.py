@@ -61,8 +61,11 @@ def scan_obstacle(rule: type, projected: tuple[str, ...], hidden_states: torch.T
         return "flash-linear-attention has no kernels for memory_rule='paper'"
     if projected:
         return "flash-linear-attention has no kernels for memory_projections"
-    # asked last, since it reads the version of a package that may be missing
-    return _obstacle(hidden_states, width) or (_defect(hidden_states.device) if torch.is_grad_enabled() else None)
+    obstacle = _obstacle(hidden_states, width)
+    if obstacle is None and torch.is_grad_enabled():
+        # asked last, since it reads the version of a package that may be missing
+        obstacle = _defect(hidden_states.device)
+    return obstacle
 
 
 @cache
@@ -71,9 +74,8 @@ def _defect(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     # read from files, which takes a millisecond: once per process, not in every layer
-    found = TorchVersion(importlib.metadata.version("triton"))
-    is_wrong = "3.4.0" <= found < "3.7.1"
-    if not is_wrong or importlib.util.find_spec("tilelang") is not None:
+    triton = TorchVersion(importlib.metadata.version("triton"))
+    if not "3.4.0" <= triton < "3.7.1" or importlib.util.find_spec("tilelang") is not None:
         return None
     return "Triton 3.4 to 3.7.0 compiles wrong gradients for Hopper GPUs (install triton>=3.7.1 or tilelang)"
 
@@ -94,21 +96,21 @@ def mix(
         return torch.zeros_like(hidden_states), state
     bounds = None if sequences is None else sequences.bounds
     # linear maps and gates
-    raw = [mixer.k_proj(x), mixer.v_proj(x), mixer.q_proj(x)]
+    streams = [mixer.k_proj(x), mixer.v_proj(x), mixer.q_proj(x)]
     gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
     gates = mixer.gates(x, plan.is_frozen)
     dtype = gate.dtype
     with torch.autocast(x.device.type, enabled=False):
         current, tails = _states_of_sequences(state, sequences)
         keys, values, queries, tails_after = _convolve_and_normalise(
-            mixer, raw, tails, gates.value_norm, bounds=bounds, need_state=need_state
+            mixer, streams, tails, gates.value_norm, bounds=bounds, need_state=need_state
         )
         # writes and reads
         (initial,) = mixer.initial_memory(dtype)
         # before the scan, so that the backward pass adds to its gradients, which lie as the norms read them
         targets = values + _per_head(keys, -initial)
         reads_of_initial = _per_head(queries, initial)
-        reads, after = _scan(
+        reads, current_after = _scan(
             queries,
             keys,
             targets,
@@ -129,15 +131,32 @@ def mix(
         output = sequences.scatter(output, shape)
     if not need_state:
         return output, None
+    return output, _state_after(state, current_after, tails_after, sequences, heads)
+
+
+def _state_after(
+    state: ScanState | None,
+    current: torch.Tensor,
+    tails: list[torch.Tensor],
+    sequences: Sequences | None,
+    heads: int,
+) -> ScanState:
+    """The state of the rows after the call, from that before it and those of the n sequences.
+
+    Args:
+        state: before the call, `None` at a text's start.
+        current: the content memory's deviation after each sequence [n, H, D, D].
+        tails: of k, v and q [n, H D, K].
+    """
     # without the column that the convolution ignores, [n, H D, K] to [n, H, K - 1, D] of each stream
-    streams_of_tail = [tail[..., 1:].unflatten(1, (heads, -1)).mT for tail in tails_after]
-    tail = torch.cat(streams_of_tail, dim=-1).to(torch.float32)
+    by_head = [tail[..., 1:].unflatten(1, (heads, -1)).mT for tail in tails]
+    tail = torch.cat(by_head, dim=-1).to(torch.float32)
     if sequences is not None:
         current_before = None if state is None else state.current[0]
         tail_before = None if state is None else state.conv_tail
-        after = sequences.scatter_states(after, current_before)
+        current = sequences.scatter_states(current, current_before)
         tail = sequences.scatter_states(tail, tail_before)
-    return output, ScanState((after,), (), tail)
+    return ScanState((current,), (), tail)
 
 
 def _states_of_sequences(
@@ -149,7 +168,8 @@ def _states_of_sequences(
     """
     if state is None:
         return None, [None, None, None]
-    (current,), tail = state.current, state.conv_tail
+    (current,) = state.current
+    tail = state.conv_tail
     if sequences is not None:
         # the tail's oldest inputs may be those of the document before
         age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
@@ -161,7 +181,7 @@ def _states_of_sequences(
 
 
 def _convolve_and_normalise(
-    mixer, raw: list[torch.Tensor], tails: list, value_norm: torch.Tensor | None, *, bounds, need_state: bool
+    mixer, streams: list[torch.Tensor], tails: list, value_norm: torch.Tensor | None, *, bounds, need_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
     """Keys, values and queries [B, T, H, D] of the maps' outputs [B, T, H D], and the tails for the next call."""
     try:
@@ -170,17 +190,18 @@ def _convolve_and_normalise(
     except ImportError as error:
         raise _does_not_load(error) from error
     convolutions = (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d)
-    streams, tails_after = [], []
-    for stream, convolution, tail in zip(raw, convolutions, tails, strict=True):
+    convolved, tails_after = [], []
+    for stream, convolution, tail in zip(streams, convolutions, tails, strict=True):
         # [K, H, D] to [H D, K], as the weights lie in memory
         weights = convolution(torch.float32).permute(1, 2, 0).flatten(0, 1)
-        convolved, tail_after = causal_conv1d(
+        active, tail_after = causal_conv1d(
             stream, weights, initial_state=tail, output_final_state=need_state, activation="silu", cu_seqlens=bounds
         )
-        streams.append(convolved.unflatten(-1, (mixer.config.num_memory_heads, -1)))
+        convolved.append(active.unflatten(-1, (mixer.config.num_memory_heads, -1)))
         tails_after.append(tail_after)
-    keys, values, queries = streams
-    keys, queries = l2norm(keys, NORM_EPSILON), l2norm(queries, NORM_EPSILON)
+    keys, values, queries = convolved
+    keys = l2norm(keys, NORM_EPSILON)
+    queries = l2norm(queries, NORM_EPSILON)
     if value_norm is not None:
         values = l2norm(values, NORM_EPSILON) * value_norm.to(values.dtype).unsqueeze(-1)
     return keys, values, queries, tails_after
@@ -198,9 +219,10 @@ def _gated_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, gate: 
 def is_expected(config: PreTrainedConfig) -> bool:
     """Whether a model that is planned on this machine will run on `mix`, by its GPU and by what `backends` names."""
     asked = asked_kernels()
-    if asked == "auto" and torch.cuda.is_available() and importlib.util.find_spec("fla") is not None:
-        asked = "fla"
-    return asked == "fla" and config.memory_rule == "delta" and not config.memory_projections
+    if config.memory_rule != "delta" or config.memory_projections:
+        return False
+    has_kernels = torch.cuda.is_available() and importlib.util.find_spec("fla") is not None
+    return asked == "fla" or asked == "auto" and has_kernels
 
 
 def kept_bytes(config: PreTrainedConfig, tokens: int, low: int) -> int:
@@ -210,12 +232,14 @@ def kept_bytes(config: PreTrainedConfig, tokens: int, low: int) -> int:
     float32 numbers of gates and norms.
     """
     streams = 10 + config.memory_value_gate
-    return tokens * config.num_memory_heads * (low * (streams * config.head_dim + 64) + 40)
+    of_token_and_head = low * (streams * config.head_dim + 64) + 40
+    return tokens * config.num_memory_heads * of_token_and_head
 
 
 def _per_head(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`x` [B, T, H, D] times the weights of its head [H, D, D]."""
-    return torch.bmm(x.flatten(0, 1).transpose(0, 1), weights).transpose(0, 1).view(x.shape)
+    by_head = x.flatten(0, 1).transpose(0, 1)
+    return torch.bmm(by_head, weights).transpose(0, 1).view(x.shape)
 
 
 def _scan(
@@ -265,12 +289,14 @@ def read_selected_fla(
     heads, length, group = queries.shape[1:4]
     # the query heads of a key head are the rows of a matrix product: zeros pad them to its smallest size
     rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
-    # keys up to the last query
-    known = (part[:, :, : base + length].transpose(1, 2).to(dtype) for part in (keys, values))
-    chosen = F.pad(chosen, (0, _power_of_two(chosen.shape[-1]) - chosen.shape[-1]), value=-1)
+    blocks = chosen.shape[-1]
+    chosen = F.pad(chosen, (0, _power_of_two(blocks) - blocks), value=-1)
+    # keys and values up to the last query
+    stop = base + length
     reads = parallel_nsa(
         rows.transpose(1, 2).flatten(2, 3).to(dtype),
-        *known,
+        keys[:, :, :stop].transpose(1, 2).to(dtype),
+        values[:, :, :stop].transpose(1, 2).to(dtype),
         block_indices=chosen.transpose(1, 2),
         block_counts=chosen.shape[-1],
         block_size=block,
