@@ -572,8 +572,9 @@ def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch
 
 def begins_with(input_ids: torch.Tensor, digest: torch.Tensor, length: int) -> bool:
     """Whether rows [B, T] begin with the `length` tokens of `digest` [B or a multiple]; true for an unknown digest."""
-    rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-    found = extend_digest(rows, input_ids[:, :length])
+    rows = len(input_ids)
+    start = torch.ones(rows, dtype=torch.long, device=input_ids.device)
     # beams and samples of a text share its row
-    found = found.repeat_interleave(max(1, len(digest) // len(found))).to(digest.device)
-    return len(found) == len(digest) and bool(((digest == 0) | (digest == found)).all())
+    copies = max(1, len(digest) // rows)
+    expected = extend_digest(start, input_ids[:, :length]).repeat_interleave(copies).to(digest.device)
+    return len(expected) == len(digest) and bool(((digest == 0) | (digest == expected)).all())

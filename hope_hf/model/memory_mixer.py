@@ -11,7 +11,7 @@ Axes: B sequence in batch, T token of the call, S slot (`chunks`), b sequences t
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -181,19 +181,6 @@ class MemoryGates(nn.Module):
             init.zeros_(self.value_bias)
         if self.erase_bias is not None:
             init.copy_(self.erase_bias, torch.linspace(*config.memory_erase_bias, heads))
-
-
-class SpanRecord(NamedTuple):
-    """What a span writes and reads, for statistics."""
-
-    # keys before normalisation, values as written, queries before normalisation, and reads [b, C, D]
-    keys: torch.Tensor
-    values: torch.Tensor
-    queries: torch.Tensor
-    reads: torch.Tensor
-    # the states around the span
-    before: ScanState
-    after: ScanState
 
 
 class SelfModifyingTitans(Mixer, nn.Module):
@@ -388,25 +375,33 @@ class SelfModifyingTitans(Mixer, nn.Module):
         | key_norm, value_norm, target_norm | norms of keys before normalisation, of values and targets as written |
         """
         norms = defaultdict(list)
+        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            memories = self.memories(len(hidden_states), dtype)
+            inputs = self.scan_inputs(hidden_states, plan)
+            memories = self.memories(len(hidden_states), inputs.query.dtype)
+            state = fresh_state(memories)
             # each span is a chunk, so the state before it holds the weights of the chunk's start
-            for record in self._records(hidden_states, memories):
-                before, after = record.before.current, record.after.current
-                keys = unit(record.keys)
-                target = memories.target(before, record.values)
+            for span in plan.spans:
+                keys, values, _, _ = make_qkv(inputs, memories, state, span)
+                values = written_values(inputs, values, span)
+                if inputs.erased is not None:
+                    # over zeta for the scan
+                    values = values * inputs.erased[:, span.start : span.stop, None]
+                before = state.current
+                _, state = scan_span(inputs, memories, state, span)
+                target = memories.target(before, values)
                 vectors = {
-                    "surprise_before": memories.recall(before, keys) - target,
-                    "surprise_after": memories.recall(after, keys) - target,
-                    "key_norm": record.keys,
-                    "value_norm": record.values,
+                    "surprise_before": memories.recall(before, unit(keys)) - target,
+                    "surprise_after": memories.recall(state.current, unit(keys)) - target,
+                    "key_norm": keys,
+                    "value_norm": values,
                     "target_norm": target,
                 }
                 for name, vector in vectors.items():
                     norms[name].append(vector.norm(dim=-1))
             squared_change = 0
-            for first, last in zip(memories.content(memories.fresh()), memories.content(after), strict=True):
+            content = memories.content(state.current)
+            for first, last in zip(memories.content(memories.fresh()), content, strict=True):
                 squared_change = squared_change + (last - first).square().sum((-1, -2))
         rate, retention = self.gate_values(hidden_states)
         numbers = {"learning_rate_mean": rate.mean(), "retention_mean": retention.mean()}
@@ -414,21 +409,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
             numbers[name] = torch.cat(norms_of_spans, dim=-1).mean()
         numbers["state_norm_ratio"] = squared_change.sqrt().mean() / self.config.head_dim**0.5
         return numbers
-
-    def _records(self, hidden_states: torch.Tensor, memories: Memories) -> Iterator[SpanRecord]:
-        """Every span of texts that begin with `hidden_states` [B, T, hidden_size]."""
-        plan = plan_chunks(self.config, hidden_states.shape[:2], hidden_states.device)
-        inputs = self.scan_inputs(hidden_states, plan)
-        state = fresh_state(memories)
-        for span in plan.spans:
-            keys, values, queries, _ = make_qkv(inputs, memories, state, span)
-            values = written_values(inputs, values, span)
-            if inputs.erased is not None:
-                # over zeta for the scan
-                values = values * inputs.erased[:, span.start : span.stop, None]
-            reads, after = scan_span(inputs, memories, state, span)
-            yield SpanRecord(keys, values, queries, reads, before=state, after=after)
-            state = after
 
     @torch.no_grad()
     def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
