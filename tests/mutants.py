@@ -43,9 +43,9 @@ MUTANTS = [
     ),
     Mutant(
         "the share of the own value without zeta",
-        "model/memory_delta.py",
-        "own_values = values if tokens.erased is None else values * tokens.erased.unsqueeze(-1)",
-        "own_values = values",
+        "model/memory_scan.py",
+        "return values * self.erased[:, cut].unsqueeze(-1)",
+        "return values",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

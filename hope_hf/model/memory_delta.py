@@ -137,19 +137,15 @@ class DeltaMemories(NamedTuple):
             system = factor * lower
             solved = torch.linalg.solve_triangular(system, right_of_memory, upper=False, unitriangular=True)
             errors.append(solved * factor)
-        own_values = values if tokens.erased is None else values * tokens.erased.unsqueeze(-1)
         content = deviation[..., -width:]
-        reads = self.initial_read(queries, own_values) + decay_from_start * (queries @ content)
+        reads = queries @ self.initial + self.value_share * tokens.own_values
+        reads = reads + decay_from_start * (queries @ content)
         reads = reads - (queries @ keys.mT * rated_decay) @ errors[-1]
         decay_to_end = (total[:, -1:] - total).exp()
         written_keys = (tokens.rate * decay_to_end).unsqueeze(-1) * keys
         decayed = decay_from_start[:, -1:] * deviation
         deviation_after = decayed - written_keys.mT @ torch.cat(errors, dim=-1)
         return reads, (deviation_after,)
-
-    def initial_read(self, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`q W_0 + d v`, the reads [b, C, D] of a content memory without writes."""
-        return queries @ self.initial + self.value_share * values
 
     def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
         """`k W` of the content memory."""

@@ -384,9 +384,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
             for span in plan.spans:
                 keys, values, _, _ = make_qkv(inputs, memories, state, span)
                 values = written_values(inputs, values, span)
-                if inputs.erased is not None:
-                    # over zeta for the scan
-                    values = values * inputs.erased[:, span.start : span.stop, None]
+                values = inputs.own_values(values, slice(span.start, span.stop))
                 before = state.current
                 _, state = scan_span(inputs, memories, state, span)
                 target = memories.target(before, values)

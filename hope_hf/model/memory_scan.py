@@ -46,7 +46,7 @@ class ScanInputs(NamedTuple):
     log_retention: torch.Tensor
     # norm of each token's value [b, S], or None if values keep their own norm
     value_norm: torch.Tensor | None = None
-    # zeta, which takes the value in the token's own read back to its size [b, S]; None for 1
+    # zeta, which takes the value back to its size where the token's own read adds it [b, S]; None for 1
     erased: torch.Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
@@ -62,8 +62,14 @@ class ScanInputs(NamedTuple):
 
     def tokens(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, cut: slice) -> "Tokens":
         """The tokens of a span, with its keys, values and queries [b, C, D] and the gates at its slots."""
-        erased = None if self.erased is None else self.erased[:, cut]
-        return Tokens(keys, values, queries, self.rate[:, cut], self.log_retention[:, cut], erased)
+        own_values = self.own_values(values, cut)
+        return Tokens(keys, values, own_values, queries, self.rate[:, cut], self.log_retention[:, cut])
+
+    def own_values(self, values: torch.Tensor, cut: slice) -> torch.Tensor:
+        """The values of a span's tokens [b, C, D], at the size at which their own reads add them."""
+        if self.erased is None:
+            return values
+        return values * self.erased[:, cut].unsqueeze(-1)
 
 
 class ScanState(NamedTuple):
@@ -81,14 +87,14 @@ class Tokens(NamedTuple):
 
     # of norm 1 [b, C, D]
     keys: torch.Tensor
+    # as memories write them, and as the token's own read adds a share of them [b, C, D]
     values: torch.Tensor
+    own_values: torch.Tensor
     # of norm 1 [b, C, D]
     queries: torch.Tensor
     # eta and log alpha [b, C]
     rate: torch.Tensor
     log_retention: torch.Tensor
-    # zeta [b, C], or None for 1
-    erased: torch.Tensor | None = None
 
 
 class Memories(Protocol):
