@@ -11,6 +11,7 @@ of the convolution. Tokens are rows; a memory is applied as `z W`.
 from itertools import islice
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..model.chunks import ChunkSpan
@@ -22,7 +23,7 @@ from .delta_span import Saved, Shape, SpanBackward, State, Tokens, Weights, mixe
 _BASE = 4
 
 
-def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+def unit_lower_inverse(lower: Tensor) -> Tensor:
     """`(I - lower)^-1` for `lower` [b, C, C], of which only the part below the diagonal is read.
 
     Powers invert diagonal blocks of 4 (the fourth power is 0), and blocks are then merged two by two. This takes fewer
@@ -58,7 +59,7 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     return inverse[:, :size, :size]
 
 
-def _diagonal_blocks(matrix: torch.Tensor, step: int, width: int = _BASE, offset: int = 0) -> torch.Tensor:
+def _diagonal_blocks(matrix: Tensor, step: int, width: int = _BASE, offset: int = 0) -> Tensor:
     """Views [., width, width] of `matrix` [b, N + 1, N] at every `step` along the diagonal, `offset` numbers later."""
     batch, _, size = matrix.shape
     shape = batch * size // step, width, width
@@ -72,7 +73,7 @@ def _forward_span(
     state: State,
     span: ChunkSpan,
     shape: Shape,
-    reads: torch.Tensor,
+    reads: Tensor,
     saves_all: bool,
 ) -> tuple[State, Saved]:
     """The state after a span, and the tensors to save; its reads [b, C, D] are written into `reads`."""
@@ -101,9 +102,7 @@ def _forward_span(
     return _state_after(state, span, tokens, errors, padded), saved
 
 
-def _state_after(
-    state: State, span: ChunkSpan, tokens: Tokens, errors: torch.Tensor, padded: list[torch.Tensor]
-) -> State:
+def _state_after(state: State, span: ChunkSpan, tokens: Tokens, errors: Tensor, padded: list[Tensor]) -> State:
     """The state after a span, from that before it; `padded` holds its streams with the tail in front."""
     decayed = tokens.from_start[:, -1:] * state.current
     # `written` is not read again
@@ -123,7 +122,7 @@ def _state_after(
     return State(after, chunk_start, torch.cat(tails, dim=-1))
 
 
-def _reads_of_state(tokens: Tokens, current: torch.Tensor, initial: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _reads_of_state(tokens: Tokens, current: Tensor, initial: Tensor, shape: Shape) -> Tensor:
     """What the content memory before the span returns for keys and queries [b, 2, C, D], with the initial memory."""
     rows = tokens.rows
     reads = torch.bmm(rows, current[..., shape.content])
@@ -132,9 +131,7 @@ def _reads_of_state(tokens: Tokens, current: torch.Tensor, initial: torch.Tensor
     return reads.view_as(tokens.both)
 
 
-def _right_side(
-    tokens: Tokens, values: torch.Tensor, reads_of_keys: torch.Tensor, current: torch.Tensor, shape: Shape
-) -> torch.Tensor:
+def _right_side(tokens: Tokens, values: Tensor, reads_of_keys: Tensor, current: Tensor, shape: Shape) -> Tensor:
     """What each memory returns for the keys before the span, minus its values [b, C, M D]."""
     right = reads_of_keys - values
     if not shape.projected:
@@ -221,7 +218,7 @@ def _restarted(state: State, span: ChunkSpan) -> State:
     return State(current, span.continues * state.chunk_start, state.conv_tail)
 
 
-def _empty_like(part: torch.Tensor | None) -> torch.Tensor | None:
+def _empty_like(part: Tensor | None) -> Tensor | None:
     return None if part is None else torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
@@ -240,7 +237,7 @@ def scan_fused(
     spans: list[ChunkSpan],
     need_state: bool = True,
     recompute: int = 0,
-) -> tuple[torch.Tensor, ScanState | None]:
+) -> tuple[Tensor, ScanState | None]:
     """`memory_scan.scan_plain` for memories under the delta rule; the state is `None` unless it is needed.
 
     Args:

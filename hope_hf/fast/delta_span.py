@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..model.chunks import ChunkSpan
 from ..model.layers import with_tail
@@ -19,27 +20,27 @@ class Saved(NamedTuple):
 
     # k, v and q after the convolution [3, b, C, D], and 1 / |k|, 1 / |v| if values have unit norm, 1 / |q| after SiLU
     # [3, b, C, 1]
-    mixed: torch.Tensor | None
-    scales: torch.Tensor | None
+    mixed: Tensor | None
+    scales: Tensor | None
     # -eta_i e^(T_t - T_i) (q_t . k_i) for i <= t [b, C, C]
-    attention: torch.Tensor | None
+    attention: Tensor | None
     # (I + rho L)^-1 for each rho [R b, C, C], rho A [b, C, M D]
-    solved: torch.Tensor
-    errors: torch.Tensor
+    solved: Tensor
+    errors: Tensor
 
     # S before the span, and at the start of its chunk
-    current: torch.Tensor
-    chunk_start: torch.Tensor
+    current: Tensor
+    chunk_start: Tensor
     # last inputs of the convolutions before the span [b, K - 1, 3 D]
-    conv_tail: torch.Tensor
+    conv_tail: Tensor
 
 
 class Weights(NamedTuple):
     """The tensors of `DeltaMemories`; in a span, `conv_weights` are the K weights of k, of v and of q."""
 
-    conv_weights: torch.Tensor | list[tuple[torch.Tensor, ...]]
-    initial: torch.Tensor
-    value_share: torch.Tensor
+    conv_weights: Tensor | list[tuple[Tensor, ...]]
+    initial: Tensor
+    value_share: Tensor
 
     def by_stream(self) -> "Weights":
         """Views for the spans."""
@@ -50,9 +51,9 @@ class Weights(NamedTuple):
 class State(NamedTuple):
     """The tensors of `ScanState`."""
 
-    current: torch.Tensor
-    chunk_start: torch.Tensor
-    conv_tail: torch.Tensor
+    current: Tensor
+    chunk_start: Tensor
+    conv_tail: Tensor
 
 
 class Shape(NamedTuple):
@@ -83,7 +84,7 @@ class Shape(NamedTuple):
         return cls(width, groups, projecting, content, others)
 
 
-def padded_streams(inputs: ScanInputs, state: State | Saved, span: ChunkSpan, shape: Shape) -> list[torch.Tensor]:
+def padded_streams(inputs: ScanInputs, state: State | Saved, span: ChunkSpan, shape: Shape) -> list[Tensor]:
     """k, v and q of a span, projected, each with the tail in front [b, K - 1 + C, D]."""
     before = span.start - state.conv_tail.shape[1]
     streams = []
@@ -105,20 +106,20 @@ class Tokens(NamedTuple):
     """What both passes make of a span's k, v and q."""
 
     # unit keys above unit queries [b, 2, C, D], and views of either
-    both: torch.Tensor
-    keys: torch.Tensor
-    queries: torch.Tensor
+    both: Tensor
+    keys: Tensor
+    queries: Tensor
     # [b, C, D], of unit norm if a gate sets their norm
-    values: torch.Tensor
+    values: Tensor
     # -eta k [b, C, D]
-    written: torch.Tensor
+    written: Tensor
     # e^(T_t), e^(T_C - T_t) [b, C, 1], and e^(T_t - T_i) for i <= t, else 0 [b, C, C]
-    from_start: torch.Tensor
-    to_end: torch.Tensor
-    decay: torch.Tensor
+    from_start: Tensor
+    to_end: Tensor
+    decay: Tensor
 
     @classmethod
-    def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[torch.Tensor], scales: torch.Tensor) -> "Tokens":
+    def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[Tensor], scales: Tensor) -> "Tokens":
         """`active`: k, v and q after SiLU, of which v is changed; `scales` of each, as in `Saved`."""
         cut = slice(span.start, span.stop)
         values = active[1]
@@ -143,12 +144,12 @@ class Tokens(NamedTuple):
         )
 
     @property
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> Tensor:
         """Keys above queries [b, 2 C, D]."""
         return self.both.flatten(1, 2)
 
 
-def solve(solved: torch.Tensor, x: torch.Tensor, shape: Shape, transposed: bool = False) -> torch.Tensor:
+def solve(solved: Tensor, x: Tensor, shape: Shape, transposed: bool = False) -> Tensor:
     """`rho (I + rho L)^-1 x`, or of the transposed matrix, for the columns of each rho of `x` [b, C, M D]."""
     if transposed:
         solved = solved.mT
@@ -160,9 +161,7 @@ def solve(solved: torch.Tensor, x: torch.Tensor, shape: Shape, transposed: bool 
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def mixed_streams(
-    padded: list[torch.Tensor], weights: Weights, span: ChunkSpan
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def mixed_streams(padded: list[Tensor], weights: Weights, span: ChunkSpan) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`mixed` and `scales` of `Saved`, and k, v and q after SiLU, from the results of `padded_streams`."""
     rows, _, width = padded[0].shape
     shape = 3, rows, span.stop - span.start
@@ -209,7 +208,7 @@ class SpanBackward:
             active = [F.silu(part) for part in saved.mixed]
         self.tokens = Tokens.of(inputs, span, active, self.scales)
 
-    def run(self, grad_reads: torch.Tensor, after: State, current_after: torch.Tensor | None) -> State:
+    def run(self, grad_reads: Tensor, after: State, current_after: Tensor | None) -> State:
         """Gradient of the state before the span, from that of its reads and of the state after it (may be None).
 
         `current_after` is S after the span.
@@ -237,8 +236,8 @@ class SpanBackward:
         return State(grad_current, grad_start, grad_tail)
 
     def close_backward(
-        self, grad_after: torch.Tensor | None, grad_start: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, grad_after: Tensor | None, grad_start: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of S after the span, and of S at the chunk's start before it, from those of both after it.
 
         In rows whose chunk ends with the span, S after the span is that at the next chunk's start.
@@ -254,7 +253,7 @@ class SpanBackward:
         grad_after = closed if grad_after is None else grad_after + closed
         return grad_after, grad_start
 
-    def reads_backward(self, grad_reads: torch.Tensor, grad_after: torch.Tensor | None) -> None:
+    def reads_backward(self, grad_reads: Tensor, grad_after: Tensor | None) -> None:
         """Through the reads of what the span writes, and the state after it: errors, written keys, S."""
         tokens, saved = self.tokens, self.saved
         attention = saved.attention
@@ -272,7 +271,7 @@ class SpanBackward:
             self.grad_current = tokens.from_start[:, -1:] * grad_after
         self.grad_errors = grad_errors
 
-    def solve_backward(self, grad_reads: torch.Tensor) -> None:
+    def solve_backward(self, grad_reads: Tensor) -> None:
         """Through the solve and the products of keys and queries: both, written keys, S."""
         tokens, saved, content, others = self.tokens, self.saved, self.shape.content, self.shape.others
         rows = tokens.rows
@@ -299,7 +298,7 @@ class SpanBackward:
         self.grad_written.baddbmm_(products.mT, rows)
         self.grad_both.view_as(rows).baddbmm_(products, tokens.written)
 
-    def keys_backward(self, grad_after: torch.Tensor | None, current_after: torch.Tensor | None) -> None:
+    def keys_backward(self, grad_after: Tensor | None, current_after: Tensor | None) -> None:
         """Through rates, retentions and the initial memory, to unit keys and queries.
 
         Where e^(T_t) scales a vector, the gradient of T_t is the vector's product with its own.
@@ -317,7 +316,7 @@ class SpanBackward:
         grad_both[:, 0].addcmul_(rate.unsqueeze(-1), self.grad_written, value=-1)
         self.grad_weights.initial.baddbmm_(rows.mT, self.grad_returned)
 
-    def values_backward(self, grad_reads: torch.Tensor) -> None:
+    def values_backward(self, grad_reads: Tensor) -> None:
         """Through the errors, the share of the value in a read, and the gates of values, to values of unit norm."""
         inputs, cut, values = self.inputs, self.cut, self.tokens.values
         value_share = self.weights.value_share
@@ -348,7 +347,7 @@ class SpanBackward:
         self.grad_weights.value_share.add_(grad_share.sum(-1)[:, None, None])
         self.grad_values = grad_values
 
-    def stream_backward(self, grad_start: torch.Tensor | None, grad_tail: torch.Tensor | None) -> torch.Tensor:
+    def stream_backward(self, grad_start: Tensor | None, grad_tail: Tensor | None) -> Tensor:
         """Through norms, SiLU, convolutions and projections of k, v and q: the gradient of the tail before.
 
         Where memories project, their gradient is added to `grad_start`.
@@ -373,14 +372,14 @@ class SpanBackward:
             self.grad_inputs[index][:, self.cut] = grad_raw
         return torch.cat(grad_tails_before, dim=-1)
 
-    def norm_backward(self, index: int, grad: torch.Tensor) -> None:
+    def norm_backward(self, index: int, grad: Tensor) -> None:
         """Through the norm of k (0), v (1) or q (2): `grad` [b, C, D] is changed in place."""
         unit = (self.tokens.keys, self.tokens.values, self.tokens.queries)[index]
         dot = self.value_dot if index == 1 else (grad * unit).sum(-1, keepdim=True)
         if dot is not None:
             grad.addcmul_(unit, dot, value=-1).mul_(self.scales[index])
 
-    def projection_backward(self, index: int, grad: torch.Tensor, grad_start: torch.Tensor) -> torch.Tensor:
+    def projection_backward(self, index: int, grad: Tensor, grad_start: Tensor) -> Tensor:
         """Through the memory that projects k (0) or v (1), whose gradient is added to `grad_start`."""
         columns = self.shape.projected[index]
         grad_start[..., columns] += torch.bmm(self.inputs[index][:, self.cut].mT, grad)

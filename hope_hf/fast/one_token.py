@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from transformers.cache_utils import Cache
 
@@ -64,7 +64,7 @@ def _is_plain(part: nn.Module) -> bool:
     return types_of_parameters <= {nn.Parameter, type(None)}
 
 
-def _map_of(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _map_of(linear: nn.Module) -> Callable[[Tensor], Tensor]:
     """The linear map of [B, ...]."""
     if not _is_plain(linear):
         # called as in a text
@@ -72,7 +72,7 @@ def _map_of(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(F.linear, weight=linear.weight, bias=linear.bias)
 
 
-def _residual_of(linear: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _residual_of(linear: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """The sum of a residual stream [B, X] and the linear map of [B, ...]."""
     if not _is_plain(linear) or linear.bias is not None:
         mapped = _map_of(linear)
@@ -81,7 +81,7 @@ def _residual_of(linear: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], to
     return lambda residual, x: torch.addmm(residual, x, weight.t())
 
 
-def _norm_of(norm: HopeRMSNorm, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _norm_of(norm: HopeRMSNorm, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The norm over the last axis, of tensors of that dtype."""
     weight = norm.weight.detach().to(dtype)
     epsilon = norm.variance_epsilon
@@ -97,26 +97,26 @@ class TokenGates(NamedTuple):
     """The gates of one token [b, 1, 1]; a token that is padding has `rate` 0 and `retention` 1."""
 
     # eta and alpha
-    rate: torch.Tensor
-    retention: torch.Tensor
+    rate: Tensor
+    retention: Tensor
     # as in `ScanInputs`
-    value_norm: torch.Tensor | None
-    erased: torch.Tensor | None
+    value_norm: Tensor | None
+    erased: Tensor | None
 
 
-def over_norm(x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+def over_norm(x: Tensor, least: Tensor) -> Tensor:
     """`x / sqrt(|x|^2 + least^2)` along the last axis, in the fewest operators."""
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)
 
 
 def step_token(
-    raw: torch.Tensor,
+    raw: Tensor,
     gates: TokenGates,
     memories: DeltaMemories,
     state: ScanState,
     span: ChunkSpan,
-    least: torch.Tensor,
-) -> tuple[torch.Tensor, ScanState]:
+    least: Tensor,
+) -> tuple[Tensor, ScanState]:
     """`memory_scan.scan_span` for a span of one token, without gradients: reads [b, 1, D], and the state after it.
 
     Args:
@@ -152,7 +152,7 @@ def step_token(
     return reads, close_span(state, span, (current,), tail_after(padded, tail, span))
 
 
-def _convolved(padded: torch.Tensor, raw: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+def _convolved(padded: Tensor, raw: Tensor, conv_weights: Tensor, span: ChunkSpan) -> Tensor:
     """The convolution [b, 3 D] of the last of the inputs `padded` [b, K, 3 D], which is `raw` [b, 1, 3 D]."""
     if span.inside is not None:
         inside = span.inside.squeeze(-1).transpose(0, 1)
@@ -161,9 +161,7 @@ def _convolved(padded: torch.Tensor, raw: torch.Tensor, conv_weights: torch.Tens
     return (padded * conv_weights.squeeze(2).transpose(0, 1)).sum(1)
 
 
-def _errors(
-    key: torch.Tensor, value: torch.Tensor, decayed: torch.Tensor, initial_read: torch.Tensor, memories: DeltaMemories
-) -> torch.Tensor:
+def _errors(key: Tensor, value: Tensor, decayed: Tensor, initial_read: Tensor, memories: DeltaMemories) -> Tensor:
     """`rho (v - k W)` of each memory side by side [b, 1, M D], before the token's write.
 
     Args:
@@ -189,11 +187,11 @@ class _GateWeights(NamedTuple):
     alpha is that to the power of `power` [H, 1, 1], since exp(-softplus(x)) = sigmoid(-x).
     """
 
-    sign: torch.Tensor
-    bias: torch.Tensor
-    scale: torch.Tensor
-    lowest: torch.Tensor
-    power: torch.Tensor
+    sign: Tensor
+    bias: Tensor
+    scale: Tensor
+    lowest: Tensor
+    power: Tensor
 
     @classmethod
     def of(cls, gates: nn.Module, most: float, dtype: torch.dtype) -> "_GateWeights":
@@ -208,9 +206,7 @@ class _GateWeights(NamedTuple):
         return cls(sign, bias, scale, lowest, power)
 
 
-def _gate_row(
-    bias: torch.Tensor, dtype: torch.dtype, sign: float = 1, scale: float = 1, lowest: float = 0
-) -> torch.Tensor:
+def _gate_row(bias: Tensor, dtype: torch.dtype, sign: float = 1, scale: float = 1, lowest: float = 0) -> Tensor:
     """`sign`, `sign bias`, `scale` and `lowest` of a gate with `bias` [H], as in `_GateWeights`; [4, H]."""
     bias = bias.to(dtype)
     rows = [torch.full_like(bias, number) for number in (sign, scale, lowest)]
@@ -229,10 +225,10 @@ class _TokenMemory(NamedTuple):
     memories: DeltaMemories
     gates: _GateWeights
     # square root of `NORM_EPSILON`
-    least: torch.Tensor
+    least: Tensor
 
     @property
-    def power(self) -> torch.Tensor:
+    def power(self) -> Tensor:
         """The power that makes retention of a sigmoid [H, 1, 1]."""
         return self.gates.power
 
@@ -280,7 +276,7 @@ class _TokenMemory(NamedTuple):
         gates = self.gates._replace(power=self.power.repeat(rows, 1, 1))
         return self._replace(memories=memories, gates=gates)
 
-    def read(self, hidden_states: torch.Tensor, state: ScanState, plan: ChunkPlan) -> tuple[torch.Tensor, ScanState]:
+    def read(self, hidden_states: Tensor, state: ScanState, plan: ChunkPlan) -> tuple[Tensor, ScanState]:
         """Hidden states [B, 1, X] after the mixer, and its state.
 
         Args:
@@ -308,7 +304,7 @@ class _TokenMemory(NamedTuple):
         after = ScanState((after.current[0].view(current.shape),), chunk_start, after.conv_tail.view(tail.shape))
         return self.residual(residual, gated).unsqueeze(1), after
 
-    def token_gates(self, logits: torch.Tensor, rows: int, plan: ChunkPlan) -> TokenGates:
+    def token_gates(self, logits: Tensor, rows: int, plan: ChunkPlan) -> TokenGates:
         """The gates of a token, from their logits [B, gates H]; `self` is that of all rows."""
         weights = self.gates
         sigmoids = torch.addcmul(weights.bias, logits, weights.sign).sigmoid_()
@@ -369,7 +365,7 @@ class _TokenLevels:
                 return None
         return cls(continuum.levels, dtype)
 
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [B, 1, X] after the levels."""
         hidden_states = hidden_states.squeeze(1)
         for norm, gate, up, activation, residual in self.levels:
@@ -416,7 +412,7 @@ class TokenWeights:
             [*chain.from_iterable(map(dict.values, self.children))],
             [*map(id, chain.from_iterable(map(dict.values, self.parameters)))],
             [*map(_VERSION, self.derived_from)],
-            [*map(torch.Tensor.data_ptr, self.derived_from)],
+            [*map(Tensor.data_ptr, self.derived_from)],
             [*filter(None, self.hooks)],
             [*map(len, self.attributes)],
         )
@@ -444,8 +440,8 @@ def forget_text(blocks: Iterable[nn.Module], cache: Cache | None) -> None:
 
 
 def fast_token_paths(
-    block: nn.Module, hidden_states: torch.Tensor, state: tuple | None
-) -> tuple[_TokenMemory | None, Callable[[torch.Tensor], torch.Tensor] | None]:
+    block: nn.Module, hidden_states: Tensor, state: tuple | None
+) -> tuple[_TokenMemory | None, Callable[[Tensor], Tensor] | None]:
     """What a `HopeBlock` reads inputs [B, T, X] with, if they are one token per row, without gradients.
 
     `None` for the mixer or the levels means that their modules have to be called.
@@ -459,7 +455,7 @@ def fast_token_paths(
     if (
         modules._global_forward_hooks
         or modules._global_forward_pre_hooks
-        or type(hidden_states) is not torch.Tensor
+        or type(hidden_states) is not Tensor
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
         return None, None

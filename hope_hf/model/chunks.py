@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -47,15 +48,15 @@ class ChunkSpan(NamedTuple):
     start: int
     stop: int
     # whether the chunk ends with this span: bool, or bool [b, 1, 1]
-    closes: torch.Tensor | bool
+    closes: Tensor | bool
     # whether the span goes on with the document before it; memories begin anew where it does not [b, 1, 1]
-    continues: torch.Tensor | None = None
+    continues: Tensor | None = None
     # whether the token 1 to K - 1 slots earlier belongs to the same document, farthest first [K - 1, b, C, 1]
-    inside: torch.Tensor | None = None
+    inside: Tensor | None = None
     # indices of the padded input to which the tail of earlier calls goes [b, K - 1, 1]; only in the first span
-    tail_in: torch.Tensor | None = None
+    tail_in: Tensor | None = None
     # indices of the padded input that are the tail for the next span [b, K - 1, 1]
-    tail_out: torch.Tensor | None = None
+    tail_out: Tensor | None = None
 
 
 class Past(NamedTuple):
@@ -66,11 +67,11 @@ class Past(NamedTuple):
     # whether every row has read one document of that many real tokens
     is_uniform: bool
     # real tokens of each row's current document [B]
-    seen: torch.Tensor
+    seen: Tensor
     # digest of each row's tokens [B], see `extend_digest`
-    digest: torch.Tensor
+    digest: Tensor
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Past":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Past":
         """Counts with `function` applied to the tensors [B]."""
         # torch 2.11 cannot return from a graph what `_replace` makes
         return Past(self.columns, self.is_uniform, function(self.seen), function(self.digest))
@@ -86,16 +87,16 @@ class SlotPlan:
     # counts after the call; those of the next call's past
     past: Past
     # real tokens of the row's document before the call: one number for all rows, or [B]
-    before: int | torch.Tensor
+    before: int | Tensor
     # whether a slot holds a token [B, S]
-    valid: torch.Tensor | None = None
+    valid: Tensor | None = None
     # position of the slot's token in its document [B, S]
-    position: torch.Tensor | None = None
+    position: Tensor | None = None
     # empty slots at the call's start, which stand for the tokens of the chunk that earlier calls wrote [B]
-    offset: torch.Tensor | None = None
+    offset: Tensor | None = None
     # index of each slot's token [B, S], and of each token's slot [B, T]; entries of padding tokens are arbitrary
-    token_of_slot: torch.Tensor | None = None
-    slot_of_token: torch.Tensor | None = None
+    token_of_slot: Tensor | None = None
+    slot_of_token: Tensor | None = None
     # whether memories neither write the tokens nor forget
     is_frozen: bool = False
 
@@ -110,19 +111,19 @@ class SlotPlan:
         copies = self.__dict__.setdefault("_copies", {})
         if device not in copies:
             values = {field.name: getattr(self, field.name) for field in fields(self)}
-            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
+            moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
             copies[device] = type(self)(**moved)
         return copies[device]
 
-    def to_slots(self, x: torch.Tensor) -> torch.Tensor:
+    def to_slots(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [B, S, ...]."""
         return x if self.token_of_slot is None else _gather(x, self.token_of_slot)
 
-    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def to_tokens(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> [B, T, ...]."""
         return x if self.slot_of_token is None else _gather(x, self.slot_of_token)
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """`position`, or the same for all rows [1, S]."""
         if self.position is not None:
             return self.position
@@ -151,15 +152,15 @@ class TokenPlan(SlotPlan):
 
     # the arguments of `plan_slots`
     counts_before: Past | None
-    padding_mask: torch.Tensor | None
-    position_ids: torch.Tensor | None
+    padding_mask: Tensor | None
+    position_ids: Tensor | None
 
     @property
     def has_equal_counts(self) -> bool:
         """Whether all rows go on after the same number of tokens."""
         return self.counts_before is not None and self.counts_before.is_uniform
 
-    def tensors(self) -> dict[str, torch.Tensor | None]:
+    def tensors(self) -> dict[str, Tensor | None]:
         """The tensors of the arguments, by name."""
         seen = None
         if self.counts_before is not None and not self.has_equal_counts:
@@ -201,9 +202,9 @@ def plan_slots(
     shape: tuple[int, int],
     device: torch.device,
     past: Past | None = None,
-    padding_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    input_ids: torch.Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    input_ids: Tensor | None = None,
     keeps_digest: bool = False,
     grows: bool = False,
 ) -> SlotPlan | TokenPlan:
@@ -265,7 +266,7 @@ def plan_slots(
     return _lay_out(rows, after, chunk)
 
 
-def _later_documents(position_ids: torch.Tensor, shape: tuple[int, int], past: Past | None) -> torch.Tensor | None:
+def _later_documents(position_ids: Tensor, shape: tuple[int, int], past: Past | None) -> Tensor | None:
     """Whether a document begins with each token [B, T]; `None` if at most the text itself begins."""
     begins = (position_ids == 0).expand(shape)
     # the first token of a fresh row always begins a document
@@ -277,25 +278,25 @@ class _Rows(NamedTuple):
     """Counts of the real tokens of a call with documents, padding or unequal counts."""
 
     # whether a token is real, and whether a document begins with it [B, T]
-    valid: torch.Tensor
-    begins: torch.Tensor
+    valid: Tensor
+    begins: Tensor
     # real tokens of the call in the row before the token, and before its document's first token (-1: an earlier call
     # began it) [B, T]
-    rank: torch.Tensor
-    first: torch.Tensor
+    rank: Tensor
+    first: Tensor
     # of the token in its document [B, T]
-    position: torch.Tensor
+    position: Tensor
     # real tokens of each row's current document before and after the call [B]
-    seen: torch.Tensor
-    seen_after: torch.Tensor
+    seen: Tensor
+    seen_after: Tensor
 
 
 def _count_tokens(
     shape: tuple[int, int],
     device: torch.device,
     past: Past | None,
-    padding_mask: torch.Tensor | None,
-    begins: torch.Tensor | None,
+    padding_mask: Tensor | None,
+    begins: Tensor | None,
 ) -> _Rows:
     """The counts of a call; see `plan_slots`. `begins` [B, T]: whether a document begins with a token."""
     batch_size, length = shape
@@ -335,7 +336,7 @@ def _lay_out(rows: _Rows, after: Past, chunk: int) -> SlotPlan:
     )
 
 
-def _slots(rows: _Rows, offset: torch.Tensor, chunk: int) -> torch.Tensor:
+def _slots(rows: _Rows, offset: Tensor, chunk: int) -> Tensor:
     """Slot of each token [B, T]; `offset` [B] is the number of slots that tokens of earlier calls take.
 
     A token's slot is its index in its document, after all chunks that earlier documents of the row fill.
@@ -351,7 +352,7 @@ def _slots(rows: _Rows, offset: torch.Tensor, chunk: int) -> torch.Tensor:
     return chunks_before * chunk + index_in_document
 
 
-def _tokens_of_slots(slots: torch.Tensor, valid: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_of_slots(slots: Tensor, valid: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Index of each slot's token, and whether the slot holds one, both [B, S], from the tokens' `slots` [B, T].
 
     The number of slots is read from the device once. A compiled or exported graph instead takes the most slots that a
@@ -431,7 +432,7 @@ def _ragged_spans(chunk: int, tail_size: int, heads: int, slots: SlotPlan) -> li
     return spans
 
 
-def _tokens_until_last(valid: torch.Tensor, chunk: int) -> torch.Tensor:
+def _tokens_until_last(valid: Tensor, chunk: int) -> Tensor:
     """Slots of each span up to its last token, 0 without one [spans, B], for slots that are `valid` [B, S]."""
     batch_size, num_slots = valid.shape
     number_in_span = torch.arange(num_slots, device=valid.device) % chunk + 1
@@ -439,7 +440,7 @@ def _tokens_until_last(valid: torch.Tensor, chunk: int) -> torch.Tensor:
     return numbers.view(batch_size, -1, chunk).amax(-1).T
 
 
-def _inside_document(position: torch.Tensor, tail_size: int) -> torch.Tensor:
+def _inside_document(position: Tensor, tail_size: int) -> Tensor:
     """`ChunkSpan.inside` [K - 1, b, S, 1] for slots at `position` [b, S] of their document."""
     if not tail_size:
         return torch.stack([position.bool()]).unsqueeze(-1)
@@ -453,19 +454,19 @@ def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -
     return _ragged_spans(size, tail_size, heads=1, slots=slots)
 
 
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather(x: Tensor, index: Tensor) -> Tensor:
     """The entries of `x` [B, ..., ...] at indices [B, I] of its second axis."""
     index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
     return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
-def beside(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def beside(flag: Tensor, x: Tensor) -> Tensor:
     """A view of one value per row [b, ...] that broadcasts with `x` [b, ...]."""
     return flag.view(-1, *(1,) * (x.ndim - 1))
 
 
 def plan_again(
-    plan: Callable, tensors: dict[str, torch.Tensor], shape: tuple[int, int], columns: int, has_past: bool
+    plan: Callable, tensors: dict[str, Tensor], shape: tuple[int, int], columns: int, has_past: bool
 ) -> SlotPlan:
     """What a function of the arguments of `plan_slots` gives for the numbers and tensors of a `TokenPlan`."""
     device = next(iter(tensors.values())).device
@@ -487,33 +488,33 @@ class Sequences(NamedTuple):
     """The N tokens of a call without padding, row after row, in n sequences: the documents of every row."""
 
     # index of each token among the B T of the call [N]; `None` if no token is padding
-    tokens: torch.Tensor | None
+    tokens: Tensor | None
     # index of each sequence's first token among the N, then N [n + 1]
-    bounds: torch.Tensor
+    bounds: Tensor
     # row of each sequence, and position of its first token in the document [n]
-    row: torch.Tensor
-    position: torch.Tensor
+    row: Tensor
+    position: Tensor
     # last sequence of each row, and whether the row has one [B]
-    last: torch.Tensor
-    has_tokens: torch.Tensor
+    last: Tensor
+    has_tokens: Tensor
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """[B, T, X] -> [1, N, X]."""
         x = x.flatten(0, 1)
         return (x if self.tokens is None else x.index_select(0, self.tokens)).unsqueeze(0)
 
-    def scatter(self, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    def scatter(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """[1, N, X] -> [B, T, X] of that `shape`; padding is 0."""
         if self.tokens is not None:
             x = x.new_zeros(shape[0] * shape[1], x.shape[-1]).index_copy(0, self.tokens, x[0])
         return x.view(*shape, -1)
 
-    def gather_states(self, state: torch.Tensor, min_age: int | torch.Tensor = 1) -> torch.Tensor:
+    def gather_states(self, state: Tensor, min_age: int | Tensor = 1) -> Tensor:
         """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document has fewer tokens."""
         is_old_enough = beside(self.position, state) >= min_age
         return torch.where(is_old_enough, state.index_select(0, self.row), 0.0)
 
-    def scatter_states(self, after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def scatter_states(self, after: Tensor, before: Tensor | None) -> Tensor:
         """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
         after = after.index_select(0, self.last)
         return torch.where(beside(self.has_tokens, after), after, 0.0 if before is None else before)
@@ -547,15 +548,13 @@ def _sequences_of(plan: SlotPlan) -> Sequences:
     )
 
 
-def _digest_after(
-    past: Past | None, input_ids: torch.Tensor | None, batch_size: int, device: torch.device
-) -> torch.Tensor:
+def _digest_after(past: Past | None, input_ids: Tensor | None, batch_size: int, device: torch.device) -> Tensor:
     """The digest [B] of the text after the call; see `extend_digest`."""
     before = torch.ones(batch_size, dtype=torch.long, device=device) if past is None else past.digest
     return extend_digest(before, input_ids)
 
 
-def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
+def extend_digest(digest: Tensor, input_ids: Tensor | None) -> Tensor:
     """The digest [B] after `input_ids` [B, T], from the digest [B] before them; int64.
 
     A digest stays unknown once it is unknown; embeddings (`None`) make all digests unknown.
@@ -570,7 +569,7 @@ def extend_digest(digest: torch.Tensor, input_ids: torch.Tensor | None) -> torch
     return torch.where(digest == 0, 0, extended)
 
 
-def begins_with(input_ids: torch.Tensor, digest: torch.Tensor, length: int) -> bool:
+def begins_with(input_ids: Tensor, digest: Tensor, length: int) -> bool:
     """Whether rows [B, T] begin with the `length` tokens of `digest` [B or a multiple]; true for an unknown digest."""
     rows = len(input_ids)
     start = torch.ones(rows, dtype=torch.long, device=input_ids.device)

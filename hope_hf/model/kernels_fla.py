@@ -21,6 +21,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.torch_version import TorchVersion
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -36,7 +37,7 @@ _WIDEST = 256
 _LEAST = 16
 
 
-def _obstacle(x: torch.Tensor, width: int) -> str | None:
+def _obstacle(x: Tensor, width: int) -> str | None:
     """Why no kernel can compute heads of that width of dtype and device of `x`; `None` if one can."""
     if x.dtype == torch.float64:
         return "the model is float64"
@@ -49,7 +50,7 @@ def _obstacle(x: torch.Tensor, width: int) -> str | None:
     return None
 
 
-def scan_obstacle(rule: type, projected: tuple[str, ...], hidden_states: torch.Tensor, width: int) -> str | None:
+def scan_obstacle(rule: type, projected: tuple[str, ...], hidden_states: Tensor, width: int) -> str | None:
     """Why the kernels cannot compute the scan of heads of that width; `None` if they can.
 
     Args:
@@ -81,8 +82,8 @@ def _defect(device: torch.device) -> str | None:
 
 
 def mix(
-    mixer, hidden_states: torch.Tensor, state: ScanState | None, plan: ChunkPlan, need_state: bool
-) -> tuple[torch.Tensor, ScanState | None]:
+    mixer, hidden_states: Tensor, state: ScanState | None, plan: ChunkPlan, need_state: bool
+) -> tuple[Tensor, ScanState | None]:
     """`SelfModifyingTitans.forward` without memories that project.
 
     The kernels take the documents of all rows one after the other, without padding (`chunks.Sequences`); rows that are
@@ -136,8 +137,8 @@ def mix(
 
 def _state_after(
     state: ScanState | None,
-    current: torch.Tensor,
-    tails: list[torch.Tensor],
+    current: Tensor,
+    tails: list[Tensor],
     sequences: Sequences | None,
     heads: int,
 ) -> ScanState:
@@ -161,7 +162,7 @@ def _state_after(
 
 def _states_of_sequences(
     state: ScanState | None, sequences: Sequences | None
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+) -> tuple[Tensor | None, list[Tensor | None]]:
     """The content memory's deviation before each of n sequences [n, H, D, D], and the tails of k, v and q [n, H D, K].
 
     `None`s at a text's start.
@@ -181,8 +182,8 @@ def _states_of_sequences(
 
 
 def _convolve_and_normalise(
-    mixer, streams: list[torch.Tensor], tails: list, value_norm: torch.Tensor | None, *, bounds, need_state: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
+    mixer, streams: list[Tensor], tails: list, value_norm: Tensor | None, *, bounds, need_state: bool
+) -> tuple[Tensor, Tensor, Tensor, list]:
     """Keys, values and queries [B, T, H, D] of the maps' outputs [B, T, H D], and the tails for the next call."""
     try:
         from fla.modules.causal_conv1d import causal_conv1d
@@ -207,7 +208,7 @@ def _convolve_and_normalise(
     return keys, values, queries, tails_after
 
 
-def _gated_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, gate: torch.Tensor) -> torch.Tensor:
+def _gated_norm(x: Tensor, weight: Tensor, epsilon: float, *, gate: Tensor) -> Tensor:
     """`layers.gated_norm` by a kernel."""
     try:
         from fla.modules.norm.fused_norm_gate import rms_norm_gated
@@ -236,7 +237,7 @@ def kept_bytes(config: PreTrainedConfig, tokens: int, low: int) -> int:
     return tokens * config.num_memory_heads * of_token_and_head
 
 
-def _per_head(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _per_head(x: Tensor, weights: Tensor) -> Tensor:
     """`x` [B, T, H, D] times the weights of its head [H, D, D]."""
     by_head = x.flatten(0, 1).transpose(0, 1)
     return torch.bmm(by_head, weights).transpose(0, 1).view(x.shape)
@@ -244,7 +245,7 @@ def _per_head(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _scan(
     queries, keys, values, log_retention, rate, current, need_state: bool, bounds, is_token: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Reads [B, T, H, D] of the gated delta rule, and its states [n, H, D, D] after n sequences if they are needed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -269,7 +270,7 @@ def _does_not_load(error: ImportError) -> ImportError:
     return ImportError(f"flash-linear-attention does not load ({error}): set {VARIABLE}=torch")
 
 
-def selection_obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> str | None:
+def selection_obstacle(queries: Tensor, base: int, sizes: SparseSizes) -> str | None:
     """Why the kernels cannot read the selected blocks of queries [B, H, G, S, D]; `None` if they can."""
     if sizes.block < _LEAST or sizes.block != _power_of_two(sizes.block):
         return f"flash-linear-attention has no kernels for sparse_block_size={sizes.block} (16, 32, 64, ...)"
@@ -280,7 +281,7 @@ def selection_obstacle(queries: torch.Tensor, base: int, sizes: SparseSizes) -> 
 
 def read_selected_fla(
     queries, keys, values, gates, chosen, base: int, block: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """`fast.sparse_reads.read_selected`; the kernels' operands are rounded to `dtype`."""
     try:
         from fla.ops.nsa.parallel import parallel_nsa

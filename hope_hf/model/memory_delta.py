@@ -27,6 +27,7 @@ k and v, in that order, then the content memory), side by side as columns.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -37,12 +38,12 @@ class DeltaMemories(NamedTuple):
     """The memories of a layer under the delta rule; states are [b, D, M D]."""
 
     # as in `Memories`
-    conv_weights: torch.Tensor
+    conv_weights: Tensor
     projected: tuple[str, ...]
     # W_0 of the content memory [b, D, D]
-    initial: torch.Tensor
+    initial: Tensor
     # d [b, 1, 1]
-    value_share: torch.Tensor
+    value_share: Tensor
     # rho of each memory; 1 for the content memory, which is the last
     rate_factors: tuple[float, ...]
 
@@ -93,7 +94,7 @@ class DeltaMemories(NamedTuple):
         return {"weight": (config.num_memory_heads, config.head_dim, config.head_dim)}
 
     @staticmethod
-    def reset_initial(name: str, weight: torch.Tensor) -> None:
+    def reset_initial(name: str, weight: Tensor) -> None:
         """0: small random weights are noise in the reads, and delay the learning of recall (docs/log)."""
         init.zeros_(weight)
 
@@ -107,13 +108,13 @@ class DeltaMemories(NamedTuple):
         deviation = torch.zeros_like(self.initial)
         return (deviation.repeat(1, 1, len(self.rate_factors)),)
 
-    def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: Weights, index: int, x: Tensor) -> Tensor:
         """`x (I + S)` with the deviation S of one memory at the chunk's start; [b, C, D]."""
         (deviation,) = chunk_start
         width = x.shape[-1]
         return x + x @ deviation[..., index * width : (index + 1) * width]
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
         """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span; the span's size changes neither.
 
         With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
@@ -147,12 +148,12 @@ class DeltaMemories(NamedTuple):
         deviation_after = decayed - written_keys.mT @ torch.cat(errors, dim=-1)
         return reads, (deviation_after,)
 
-    def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
+    def recall(self, state: Weights, keys: Tensor) -> Tensor:
         """`k W` of the content memory."""
         (weights,) = self.content(state)
         return keys @ weights
 
-    def target(self, _: Weights, values: torch.Tensor) -> torch.Tensor:
+    def target(self, _: Weights, values: Tensor) -> Tensor:
         """The values."""
         return values
 

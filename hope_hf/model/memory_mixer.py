@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -79,7 +79,7 @@ class InitialMemory(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
-    def forward(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The weights in the order in which they are applied."""
         # Read by name: FSDP1 replaces parameters by tensors that `named_parameters` does not list.
         return tuple(getattr(self, name).to(dtype, copy=True) for name in self.layers)
@@ -95,11 +95,11 @@ class Gates(NamedTuple):
     """What `MemoryGates` gives, by the names of `ScanInputs`."""
 
     # eta (with the erase gate: the rate that erases, eta zeta) and log alpha
-    rate: torch.Tensor
-    log_retention: torch.Tensor
+    rate: Tensor
+    log_retention: Tensor
     # `None` for gates that the layer has not
-    value_norm: torch.Tensor | None = None
-    erased: torch.Tensor | None = None
+    value_norm: Tensor | None = None
+    erased: Tensor | None = None
 
 
 class MemoryGates(nn.Module):
@@ -131,7 +131,7 @@ class MemoryGates(nn.Module):
         self.value_bias = nn.Parameter(torch.empty(heads)) if has_value_gate else None
         self.erase_bias = nn.Parameter(torch.empty(heads)) if has_erase_gate else None
 
-    def forward(self, hidden_states: torch.Tensor, is_frozen: bool = False) -> Gates:
+    def forward(self, hidden_states: Tensor, is_frozen: bool = False) -> Gates:
         """The gates [B, T, H] of `hidden_states` [B, T, hidden_size], float32 or float64.
 
         With zeta the rate is eta zeta, and the norm is over zeta (`memory_delta`). `is_frozen`: see `SlotPlan`.
@@ -244,13 +244,13 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         state: ScanState | None = None,
         *,
         plan: ChunkPlan | TokenPlan,
         need_state: bool = False,
         **_,
-    ) -> tuple[torch.Tensor, ScanState | None]:
+    ) -> tuple[Tensor, ScanState | None]:
         """Write a call's tokens into the memories, and read at every token.
 
         Args:
@@ -299,7 +299,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
             after = map_state(lambda x: x.unflatten(0, (batch_size, heads)), after)
         return output, after
 
-    def scan_inputs(self, hidden_states: torch.Tensor, plan: ChunkPlan) -> ScanInputs:
+    def scan_inputs(self, hidden_states: Tensor, plan: ChunkPlan) -> ScanInputs:
         """Keys, values, queries and gates from `hidden_states` [B, T, hidden_size], in the slots of the plan."""
         shared = None if self.in_proj is None else self._stream(self.in_proj, hidden_states, plan)
         key = shared if self.k_proj is None else self._stream(self.k_proj, hidden_states, plan)
@@ -309,7 +309,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         in_slots = {name: self._gate(gate, plan) for name, gate in gates.items()}
         return ScanInputs(key, value, query, **in_slots)
 
-    def _stream(self, projection: nn.Linear, hidden_states: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
+    def _stream(self, projection: nn.Linear, hidden_states: Tensor, plan: ChunkPlan) -> Tensor:
         """The output of a linear map in the slots of the plan, by head [b, S, D], float32 or float64."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         stream = plan.to_slots(projection(hidden_states)).to(dtype)
@@ -317,7 +317,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         return heads.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
-    def _gate(gate: torch.Tensor | None, plan: ChunkPlan) -> torch.Tensor | None:
+    def _gate(gate: Tensor | None, plan: ChunkPlan) -> Tensor | None:
         """A gate [B, T, H] in the slots of the plan, by head [b, S]."""
         if gate is None:
             return None
@@ -340,7 +340,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
             share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
         return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors)
 
-    def choose_scan(self, hidden_states: torch.Tensor) -> Callable:
+    def choose_scan(self, hidden_states: Tensor) -> Callable:
         """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to a map's dtype.
 
         `kernels_fla.mix` computes all that lies between the linear maps.
@@ -364,7 +364,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         )
 
     @torch.no_grad()
-    def statistics(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+    def statistics(self, hidden_states: Tensor) -> dict[str, Tensor]:
         """Means over sequences, heads and tokens, 0-dim tensors.
 
         | name | meaning |
@@ -409,7 +409,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         return numbers
 
     @torch.no_grad()
-    def gate_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """eta (that erases: times zeta) and alpha of equation (88) of every token and head, both [B, T, H]."""
         gates = self.gates(hidden_states)
         return gates.rate, gates.log_retention.exp()

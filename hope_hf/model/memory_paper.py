@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -44,11 +45,11 @@ class PaperMemories(NamedTuple):
     """
 
     # as in `Memories`
-    conv_weights: torch.Tensor
+    conv_weights: Tensor
     projected: tuple[str, ...]
     initial: Weights
     # factor on the learning rate of each memory [N, 1]
-    rate_factors: torch.Tensor
+    rate_factors: Tensor
 
     shares_input = True
     extends_deltanet = False
@@ -84,7 +85,7 @@ class PaperMemories(NamedTuple):
         return dict.fromkeys(names, shape)
 
     @staticmethod
-    def reset_initial(name: str, weight: torch.Tensor) -> None:
+    def reset_initial(name: str, weight: Tensor) -> None:
         """Small outer layers, orthogonal inner layers."""
         if name == "outer":
             init.normal_(weight, std=_OUTPUT_STD / weight.shape[-1] ** 0.5)
@@ -106,12 +107,12 @@ class PaperMemories(NamedTuple):
         """The weights of a state."""
         return tuple(map(torch.add, self.initial, state))
 
-    def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: Weights, index: int, x: Tensor) -> Tensor:
         """`M(x)` of one memory with the weights of the chunk's start; [b, C, D]."""
         of_memory = [weight[:, index : index + 1] for weight in self.weights(chunk_start)]
         return apply_memory(of_memory, x.unsqueeze(1)).squeeze(1)
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
         """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the span."""
         keys = tokens.keys.unsqueeze(1)
         values = tokens.values.unsqueeze(1)
@@ -128,11 +129,11 @@ class PaperMemories(NamedTuple):
         reads = queries + layers[-1].read(hidden)
         return reads.squeeze(1), tuple(layer.deviation_after() for layer in layers)
 
-    def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
+    def recall(self, state: Weights, keys: Tensor) -> Tensor:
         """`M(k)` of the content memory."""
         return apply_memory(self.content(state), keys.unsqueeze(1)).squeeze(1)
 
-    def target(self, chunk_start: Weights, values: torch.Tensor) -> torch.Tensor:
+    def target(self, chunk_start: Weights, values: Tensor) -> Tensor:
         """`M(v)` at the chunk's start (equation 84)."""
         return self.recall(chunk_start, unit(values))
 
@@ -141,12 +142,12 @@ class PaperMemories(NamedTuple):
         return tuple(weight[:, -1:] for weight in self.weights(state))
 
 
-def activate(pre: torch.Tensor) -> torch.Tensor:
+def activate(pre: Tensor) -> Tensor:
     """Hidden activation of a two-layer memory, of norm 1."""
     return unit(F.silu(pre))
 
 
-def apply_memory(weights: Sequence[torch.Tensor], z: torch.Tensor) -> torch.Tensor:
+def apply_memory(weights: Sequence[Tensor], z: Tensor) -> Tensor:
     """`M(z)`, equation (89). `z`: [b, 1 or N, C, D]; returns [b, N, C, D]."""
     hidden = z
     if len(weights) == 2:
@@ -158,16 +159,16 @@ class LayerWrite(NamedTuple):
     """The writes of a span's tokens into one layer, computed at the weights of the chunk's start."""
 
     # u [b, 1 or N, C, i]
-    inputs: torch.Tensor
+    inputs: Tensor
     # delta = dL/d(W u), clipped [b, N, C, o]
-    errors: torch.Tensor
+    errors: Tensor
     # factor on the token's learning rate
     scale: float
     # whether the layer erases along u before the write
     erases: bool
 
 
-def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor) -> list[LayerWrite]:
+def linearise(weights: Weights, keys: Tensor, values: Tensor) -> list[LayerWrite]:
     """Inputs and errors of every layer for the loss `|M(k) - M(v)|^2 / 2`, the target `M(v)` being a constant.
 
     Equations (84) and (85) with the gradient of equation (93), at the weights of the chunk's start.
@@ -202,11 +203,11 @@ def linearise(weights: Weights, keys: torch.Tensor, values: torch.Tensor) -> lis
     ]
 
 
-def _squared_norm(x: torch.Tensor) -> torch.Tensor:
+def _squared_norm(x: Tensor) -> Tensor:
     return x.square().sum(-1, keepdim=True)
 
 
-def clip_norm(x: torch.Tensor) -> torch.Tensor:
+def clip_norm(x: Tensor) -> Tensor:
     """`x` with norms over its last axis of at most `ERROR_CLIP`."""
     factor = ERROR_CLIP * torch.rsqrt(_squared_norm(x) + NORM_EPSILON)
     return x * factor.clamp(max=1.0)
@@ -220,7 +221,7 @@ class SpanGates:
         log_retention: log alpha [b, 1, C].
     """
 
-    def __init__(self, rate: torch.Tensor, log_retention: torch.Tensor):
+    def __init__(self, rate: Tensor, log_retention: Tensor):
         self.rate = rate
         total = log_retention.cumsum(-1)
         total_before = total - log_retention
@@ -247,7 +248,7 @@ class LayerSpan:
     Without erasing `A = Delta`. No term is divided by the steps, which may be 0.
     """
 
-    def __init__(self, deviation: torch.Tensor, initial: torch.Tensor, write: LayerWrite, gates: SpanGates):
+    def __init__(self, deviation: Tensor, initial: Tensor, write: LayerWrite, gates: SpanGates):
         self.deviation = deviation
         self.initial = initial
         self.gates = gates
@@ -261,7 +262,7 @@ class LayerSpan:
             # unitriangular: the solver does not read the diagonal of ones, so I + L is never formed
             self.changes = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
-    def read(self, queries: torch.Tensor) -> torch.Tensor:
+    def read(self, queries: Tensor) -> Tensor:
         """`W_t x_t` of the last memory for one query per token: [b, 1, C, i] -> [b, 1, C, o]."""
         gates = self.gates
         reads_of_deviation = gates.from_start * (queries @ _last(self.deviation).mT)
@@ -269,13 +270,13 @@ class LayerSpan:
         attention = queries @ _last(self.inputs).mT * gates.decay * _last(self.steps).unsqueeze(-2)
         return reads_before - attention @ _last(self.changes)
 
-    def deviation_after(self) -> torch.Tensor:
+    def deviation_after(self) -> Tensor:
         """The deviation after the last token."""
         weights = (self.steps * self.gates.to_end).unsqueeze(-1)
         decayed = self.gates.from_start_to_end * self.deviation
         return decayed - self.changes.mT @ (weights * self.inputs)
 
 
-def _last(x: torch.Tensor) -> torch.Tensor:
+def _last(x: Tensor) -> Tensor:
     """The content memory's part of `x` [b, 1 or N, ...]."""
     return x[:, -1:]

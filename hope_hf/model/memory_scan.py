@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -31,23 +32,23 @@ NORM_EPSILON = 1e-6
 _FIELDS = ("memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections")
 
 # The weights of a layer's memories, in the order in which they are applied; the rule defines their form.
-Weights = tuple[torch.Tensor, ...]
+Weights = tuple[Tensor, ...]
 
 
 class ScanInputs(NamedTuple):
     """The scan's input for every slot; all gates of empty slots are 0."""
 
     # keys, values and queries before the memories project them and before the convolution [b, S, D]
-    key: torch.Tensor
-    value: torch.Tensor
-    query: torch.Tensor
+    key: Tensor
+    value: Tensor
+    query: Tensor
     # eta (with the erase gate: eta zeta) and log alpha of equation (88) [b, S]
-    rate: torch.Tensor
-    log_retention: torch.Tensor
+    rate: Tensor
+    log_retention: Tensor
     # norm of each token's value [b, S], or None if values keep their own norm
-    value_norm: torch.Tensor | None = None
+    value_norm: Tensor | None = None
     # zeta, which takes the value back to its size where the token's own read adds it [b, S]; None for 1
-    erased: torch.Tensor | None = None
+    erased: Tensor | None = None
 
     def split(self, sizes: list[int]) -> list["ScanInputs"]:
         """The inputs of successive groups of `sizes` slots."""
@@ -60,12 +61,12 @@ class ScanInputs(NamedTuple):
                 groups_by_field.append(field.split(sizes, dim=1))
         return list(map(ScanInputs, *groups_by_field))
 
-    def tokens(self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, cut: slice) -> "Tokens":
+    def tokens(self, keys: Tensor, values: Tensor, queries: Tensor, cut: slice) -> "Tokens":
         """The tokens of a span, with its keys, values and queries [b, C, D] and the gates at its slots."""
         own_values = self.own_values(values, cut)
         return Tokens(keys, values, own_values, queries, self.rate[:, cut], self.log_retention[:, cut])
 
-    def own_values(self, values: torch.Tensor, cut: slice) -> torch.Tensor:
+    def own_values(self, values: Tensor, cut: slice) -> Tensor:
         """The values of a span's tokens [b, C, D], at the size at which their own reads add them."""
         if self.erased is None:
             return values
@@ -79,22 +80,22 @@ class ScanState(NamedTuple):
     # weights at the start of the current chunk; empty if nothing reads them
     chunk_start: Weights
     # last inputs of the convolutions of k, v and q, side by side [b, K - 1, 3 D]
-    conv_tail: torch.Tensor
+    conv_tail: Tensor
 
 
 class Tokens(NamedTuple):
     """Keys, values, queries and gates of a span's tokens."""
 
     # of norm 1 [b, C, D]
-    keys: torch.Tensor
+    keys: Tensor
     # as memories write them, and as the token's own read adds a share of them [b, C, D]
-    values: torch.Tensor
-    own_values: torch.Tensor
+    values: Tensor
+    own_values: Tensor
     # of norm 1 [b, C, D]
-    queries: torch.Tensor
+    queries: Tensor
     # eta and log alpha [b, C]
-    rate: torch.Tensor
-    log_retention: torch.Tensor
+    rate: Tensor
+    log_retention: Tensor
 
 
 class Memories(Protocol):
@@ -113,7 +114,7 @@ class Memories(Protocol):
     errors_at_chunk_start: ClassVar[bool]
 
     # kernel weights of the convolutions of k, v and q, side by side, the oldest token's first [K, b, 1, 3 D]
-    conv_weights: torch.Tensor
+    conv_weights: Tensor
     # which of "k" and "v" memories project
     projected: tuple[str, ...]
 
@@ -138,7 +139,7 @@ class Memories(Protocol):
         """Shapes of the learned initial weights by parameter name, in the order in which they are applied."""
 
     @staticmethod
-    def reset_initial(name: str, weight: torch.Tensor) -> None:
+    def reset_initial(name: str, weight: Tensor) -> None:
         """Set one of the learned initial weights to its value before training."""
 
     @classmethod
@@ -155,16 +156,16 @@ class Memories(Protocol):
     def fresh(self) -> Weights:
         """The weights before the first token."""
 
-    def project(self, chunk_start: Weights, index: int, x: torch.Tensor) -> torch.Tensor:
+    def project(self, chunk_start: Weights, index: int, x: Tensor) -> Tensor:
         """Keys or values `x` [b, C, D], transformed by memory `index` at the chunk's start (equation 83)."""
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[torch.Tensor, Weights]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
         """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
 
-    def recall(self, state: Weights, keys: torch.Tensor) -> torch.Tensor:
+    def recall(self, state: Weights, keys: Tensor) -> Tensor:
         """The content memory of a state, read at unit keys [b, C, D]."""
 
-    def target(self, chunk_start: Weights, values: torch.Tensor) -> torch.Tensor:
+    def target(self, chunk_start: Weights, values: Tensor) -> Tensor:
         """Targets of the content memory's writes for values [b, C, D]."""
 
     def content(self, state: Weights) -> Weights:
@@ -185,12 +186,12 @@ def fresh_state(memories: Memories) -> ScanState:
     return ScanState(weights, weights if reads_chunk_start else (), conv_tail)
 
 
-def unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: Tensor) -> Tensor:
     """`x` over its norm along the last axis."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
 
 
-def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False) -> torch.Tensor:
+def decay_matrix(rows: Tensor, columns: Tensor, strict: bool = False) -> Tensor:
     """`exp(rows_t - columns_i)` for `i <= t` (`i < t` if strict), else 0. [..., C] each; returns [..., C, C].
 
     The mask comes before the exponential, which overflows above the diagonal: infinity times zero is a NaN gradient.
@@ -201,7 +202,7 @@ def decay_matrix(rows: torch.Tensor, columns: torch.Tensor, strict: bool = False
     return exponents.add_(mask).exp_()
 
 
-def select_rows(rows: torch.Tensor, chosen: Weights, other: Weights) -> Weights:
+def select_rows(rows: Tensor, chosen: Weights, other: Weights) -> Weights:
     """`chosen` where `rows` [b, 1, 1] is true, `other` elsewhere; tuples of tensors [b, ...]."""
     selected = []
     for where_true, where_false in zip(chosen, other, strict=True):
@@ -211,7 +212,7 @@ def select_rows(rows: torch.Tensor, chosen: Weights, other: Weights) -> Weights:
 
 def make_qkv(
     inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values and queries of a span after convolution and SiLU [b, C, D], and the tail for the next span."""
     cut = slice(span.start, span.stop)
     streams = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
@@ -223,7 +224,7 @@ def make_qkv(
     return keys, values, queries, tail
 
 
-def written_values(inputs: ScanInputs, values: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+def written_values(inputs: ScanInputs, values: Tensor, span: ChunkSpan) -> Tensor:
     """The values [b, C, D] that a span writes; the value gate, if there is one, sets their norm."""
     if inputs.value_norm is None:
         return values
@@ -240,7 +241,7 @@ def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
     return ScanState(current, chunk_start, state.conv_tail)
 
 
-def close_span(state: ScanState, span: ChunkSpan, current: Weights, tail: torch.Tensor) -> ScanState:
+def close_span(state: ScanState, span: ChunkSpan, current: Weights, tail: Tensor) -> ScanState:
     """The state after a span, from the `state` before it and the weights `current` after it."""
     chunk_start = state.chunk_start
     if chunk_start and not isinstance(span.closes, bool):
@@ -250,9 +251,7 @@ def close_span(state: ScanState, span: ChunkSpan, current: Weights, tail: torch.
     return ScanState(current, chunk_start, tail)
 
 
-def scan_span(
-    inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan
-) -> tuple[torch.Tensor, ScanState]:
+def scan_span(inputs: ScanInputs, memories: Memories, state: ScanState, span: ChunkSpan) -> tuple[Tensor, ScanState]:
     """Reads [b, C, D] of one span, and the state after it."""
     if span.continues is not None:
         state = restart(memories, state, span)
@@ -265,7 +264,7 @@ def scan_span(
 
 def _scan_spans(
     inputs: ScanInputs, memories: Memories, state: ScanState, spans: list[ChunkSpan]
-) -> tuple[torch.Tensor, ScanState]:
+) -> tuple[Tensor, ScanState]:
     """Reads [b, S, D] of `spans`, of which the first begins at slot 0 of `inputs`."""
     reads = []
     first_slot = spans[0].start
@@ -283,7 +282,7 @@ def scan_plain(
     spans: list[ChunkSpan],
     need_state: bool = True,
     recompute: int = 0,
-) -> tuple[torch.Tensor, ScanState | None]:
+) -> tuple[Tensor, ScanState | None]:
     """Reads [b, S, D] of all spans, and the state after the last if it is needed.
 
     Args:
@@ -331,7 +330,7 @@ def scan_tokens(
     need_state: bool,
     is_plain: bool,
     options: str,
-) -> tuple[torch.Tensor, ScanState | None]:
+) -> tuple[Tensor, ScanState | None]:
     """`scan_plain` as one operator of a compiled graph (`opaque`), for inputs [b, T, ...] in the order of the tokens.
 
     Slots, chunks and their number depend on the text, and are made while the graph runs. Returns reads [b, T, D].
@@ -360,19 +359,19 @@ def scan_tokens(
     return reads, ScanState(current, chunk_start, tail)
 
 
-def _numbered(name: str, tensors: Weights) -> dict[str, torch.Tensor]:
+def _numbered(name: str, tensors: Weights) -> dict[str, Tensor]:
     """The tensors of a tuple by name and index."""
     return {f"{name}{index}": tensor for index, tensor in enumerate(tensors)}
 
 
-def _of_name(name: str, tensors: dict[str, torch.Tensor]) -> Weights:
+def _of_name(name: str, tensors: dict[str, Tensor]) -> Weights:
     """The tuple that `_numbered` took apart; it has one or two tensors."""
     layers = [tensors.get(f"{name}{index}") for index in range(2)]
     return tuple(layer for layer in layers if layer is not None)
 
 
 def _scan_arguments(
-    rules: dict[str, type[Memories]], tensors: dict[str, torch.Tensor], options: SimpleNamespace
+    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], options: SimpleNamespace
 ) -> tuple[ScanInputs, Memories, ScanState | None]:
     """Inputs, memories, and the state or `None`, of the operator's tensors."""
     inputs = ScanInputs(*map(tensors.get, ScanInputs._fields))
@@ -413,7 +412,7 @@ def _in_slots(inputs: ScanInputs, slots: SlotPlan) -> ScanInputs:
     return ScanInputs(*in_slots)
 
 
-def _results(reads: torch.Tensor, state: ScanState | None) -> list[torch.Tensor]:
+def _results(reads: Tensor, state: ScanState | None) -> list[Tensor]:
     """What the operator returns."""
     if state is None:
         return [reads]
@@ -421,8 +420,8 @@ def _results(reads: torch.Tensor, state: ScanState | None) -> list[torch.Tensor]
 
 
 def _run_operator(
-    rules: dict[str, type[Memories]], tensors: dict[str, torch.Tensor], sizes: Sequence[int], text: str
-) -> list[torch.Tensor]:
+    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], sizes: Sequence[int], text: str
+) -> list[Tensor]:
     """The operator's results, when the graph runs."""
     columns, recompute, need_state, is_plain = sizes
     options = _read_options(text)
@@ -447,8 +446,8 @@ def _run_operator(
 
 
 def _operator_shapes(
-    rules: dict[str, type[Memories]], tensors: dict[str, torch.Tensor], sizes: Sequence[int], text: str
-) -> list[torch.Tensor]:
+    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], sizes: Sequence[int], text: str
+) -> list[Tensor]:
     """Tensors of the shapes of `_run_operator`, when the graph is traced."""
     _, _, need_state, _ = sizes
     inputs, memories, _ = _scan_arguments(rules, tensors, _read_options(text))
