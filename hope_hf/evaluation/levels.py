@@ -69,7 +69,9 @@ def learned_scores(
             if counts["steps"].any():
                 again = _read_again(model, cache, before, ids, targets)
             drift = model.level_drifts(cache).cpu()
-            pieces.append(Piece(end, as_read.losses.mean(1), again.losses.mean(1), counts, drift))
+            before_step = as_read.losses.mean(1)
+            after_step = again.losses.mean(1)
+            pieces.append(Piece(end, before_step, after_step, counts, drift))
         after_piece()
     return joined_scores(scores, 1), pieces, _sizes_in_a_text(cache)
 
@@ -111,7 +113,14 @@ def joined(batches: list[list[Piece]]) -> list[Piece]:
         joined_counts = {}
         for name in COUNTS:
             joined_counts[name] = torch.cat([count[name] for count in counts])
-        pieces.append(Piece(ends[0], torch.cat(before), torch.cat(after), joined_counts, torch.cat(drifts)))
+        piece = Piece(
+            end=ends[0],
+            before=torch.cat(before),
+            after=torch.cat(after),
+            counts=joined_counts,
+            drift=torch.cat(drifts),
+        )
+        pieces.append(piece)
     return pieces
 
 
@@ -131,9 +140,13 @@ def level_rows(pieces: list[Piece], edges: list[int], sizes: Tensor) -> list[Row
                     inside.append(piece)
         for level, size in enumerate(sizes.tolist()):
             row: Row = {"positions": f"{start + 1:,}-{end:,}", "level": level}
-            for name in COUNTS:
-                row[name] = sum(int(piece.counts[name][:, level].sum()) for piece in inside)
-            row["drift"] = 0.0 if last is None else float(last.drift[:, level].max())
+            row |= dict.fromkeys(COUNTS, 0)
+            for piece in inside:
+                for name, counts in piece.counts.items():
+                    row[name] += int(counts[:, level].sum())
+            row["drift"] = 0.0
+            if last is not None:
+                row["drift"] = float(last.drift[:, level].max())
             row["loss_before"] = row["loss_after"] = None
             if row["steps"]:
                 row["loss_before"], row["loss_after"] = _losses_of_steps(inside, level)

@@ -56,7 +56,9 @@ class Fingerprint(NamedTuple):
 
     def fits(self, other: "Fingerprint") -> bool:
         """Whether the models are the same: equal bits or, in another dtype, equal weights rounded to bfloat16."""
-        return self.exact == other.exact if self.dtype == other.dtype else self.rounded == other.rounded
+        if self.dtype == other.dtype:
+            return self.exact == other.exact
+        return self.rounded == other.rounded
 
 
 def write_cache(folder: Path, tensors: NamedTensors, model: Fingerprint, learning: dict | None = None) -> None:

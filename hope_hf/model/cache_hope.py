@@ -130,8 +130,6 @@ class HopeCache(Rows, DynamicCache):
     def levels(self, state: LevelState | None) -> None:
         self.others["levels"].state = state
 
-    # copies
-
     def __copy__(self) -> "HopeCache":
         """Another cache with the same tensors."""
         other = type(self).__new__(type(self))
@@ -158,8 +156,6 @@ class HopeCache(Rows, DynamicCache):
             raise ValueError("the snapshot is of a cache with other layers: roll back the cache it was taken of")
         self.layers, self.others = Snapshot.of(*snapshot)
         return self
-
-    # changes in place
 
     def map(self, function: TensorFunction) -> "HopeCache":
         """Apply `function` to every tensor, in place."""
@@ -195,8 +191,6 @@ class HopeCache(Rows, DynamicCache):
         # layers with a state first, since they raise
         for part in sorted(self.parts.values(), key=lambda part: not is_memory_layer(part)):
             part.crop(*args)
-
-    # rows
 
     @property
     def num_sequences(self) -> int:
@@ -297,8 +291,6 @@ class HopeCache(Rows, DynamicCache):
         """Rows and columns read."""
         return self.num_sequences, int(self.get_seq_length())
 
-    # contents
-
     @property
     def level_bytes(self) -> int:
         """Bytes of what levels have learned."""
@@ -324,14 +316,13 @@ class HopeCache(Rows, DynamicCache):
     def from_state_tensors(cls, config: PreTrainedConfig, tensors: NamedTensors) -> "HopeCache":
         """The cache with these `state_tensors`."""
         cache = cls(config)
+        tensors = dict(tensors)
         for prefix, part in cache.parts.items():
-            contents = _without_prefix(tensors, f"{prefix}.")
+            contents = _popped(tensors, f"{prefix}.")
             if is_memory_layer(part) and "columns" not in contents:
                 raise ValueError(f"the saved memory has no layer {prefix}: it belongs to a model with fewer layers")
             part.load(contents)
         return cache
-
-    # files
 
     def save_pretrained(
         self, save_directory: str | Path, model: PreTrainedModel, level_dtype: str = "float32"
@@ -391,9 +382,7 @@ class HopeCache(Rows, DynamicCache):
             raise ValueError(
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
             )
-        learned = _without_prefix(tensors, "levels.")
-        for name in learned:
-            del tensors[f"levels.{name}"]
+        learned = _popped(tensors, "levels.")
         one_token = cls._of_one_token(model).state_tensors()
         check_tensors(folder, tensors, one_token)
         for name, tensor in tensors.items():
@@ -417,9 +406,13 @@ class HopeCache(Rows, DynamicCache):
         return cache
 
 
-def _without_prefix(tensors: NamedTensors, prefix: str) -> NamedTensors:
-    """The tensors whose names have a prefix, by the names behind it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _popped(tensors: NamedTensors, prefix: str) -> NamedTensors:
+    """The tensors whose names have a prefix, by the names behind it; they are taken out of the dictionary."""
+    popped = {}
+    for name in list(tensors):
+        if name.startswith(prefix):
+            popped[name.removeprefix(prefix)] = tensors.pop(name)
+    return popped
 
 
 def _without_peft(model: PreTrainedModel) -> PreTrainedModel:

@@ -95,6 +95,8 @@ class CachePart(Rows):
     - `load(tensors)`: restore the result of `named_tensors`;
     - `add_padding(columns)`: act as if each row had read that many columns of padding in front of its text;
     - `keep_columns(real)`: act as if a single row had read these columns alone, the others being padding.
+
+    `HopeCache.from_pretrained` checks what a file holds of a part against the model.
     """
 
     def append_rows(self, others: Sequence["CachePart"], rows: Sequence[int]) -> None:

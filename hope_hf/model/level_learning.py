@@ -247,7 +247,8 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
             )
     learner = Learner.of(model, learning)
     empty = learner.empty_state(rows)
-    if state.deltas.keys() != empty.deltas.keys() or state.gradients.keys() - empty.deltas.keys():
+    known = empty.deltas.keys()
+    if state.deltas.keys() != known or not state.gradients.keys() <= known:
         raise ValueError("holds what other levels than this model's have learned")
     expected = empty.with_gradients_of(set(state.gradients)).named_tensors()
     tensors = state.named_tensors()
@@ -430,7 +431,9 @@ def _with_piece(
     sums = dict(state.gradients)
     for key, gradient in gradients.items():
         gradient = gradient.to(state.deltas[key].dtype)
-        sums[key] = sums[key] + gradient if key in sums else gradient
+        if key in sums:
+            gradient = sums[key] + gradient
+        sums[key] = gradient
     return state._replace(
         gradients=sums,
         tokens=state.tokens + real.sum(1).to(state.tokens),

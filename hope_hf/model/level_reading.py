@@ -128,7 +128,13 @@ class Text:
         return ends_of_rows
 
 
-def check_learning(learning: LevelLearning | None, cache, input_ids, attention_mask, arguments: Mapping) -> None:
+def check_learning(
+    learning: LevelLearning | None,
+    cache: Cache,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    options: Mapping,
+) -> None:
     """ValueError if levels cannot learn from a call."""
     if learning is None:
         raise ValueError(
@@ -151,7 +157,7 @@ def check_learning(learning: LevelLearning | None, cache, input_ids, attention_m
             f"attention_mask has the shape {tuple(attention_mask.shape)}, and learn=True takes (batch, tokens), with "
             "1 for a token and 0 for padding"
         )
-    boundaries = list(boundaries_of(arguments))
+    boundaries = list(boundaries_of(options))
     if attention_mask is not None and int(attention_mask.max()) > 1:
         boundaries.append("numbers in attention_mask")
     if boundaries:
@@ -160,7 +166,15 @@ def check_learning(learning: LevelLearning | None, cache, input_ids, attention_m
         )
 
 
-def text_of(model: PreTrainedModel, cache, input_ids, attention_mask, position_ids, labels, options: dict) -> Text:
+def text_of(
+    model: PreTrainedModel,
+    cache: HopeCache,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    options: dict,
+) -> Text:
     """The tokens of a call, as `read_and_learn` takes them.
 
     Raises:
@@ -202,7 +216,7 @@ class TextReader:
     # called with the number of tokens, rows times columns, of every piece
     after_piece: Callable[[int], None] | None
 
-    def read(self, text: Text, cache, ends: list[int]) -> Reading:
+    def read(self, text: Text, cache: HopeCache, ends: list[int]) -> Reading:
         """The reading of a text whose pieces end at these columns; the cache, a `HopeCache`, is updated."""
         results: list[PieceResult] = []
         for start, stop in pairwise([0, *ends]):
@@ -221,7 +235,7 @@ class TextReader:
                 self.after_piece(piece.real.numel())
         return _reading_of_pieces(results)
 
-    def read_rows(self, text: Text, cache, ends_of_rows: list[list[int]]) -> Reading:
+    def read_rows(self, text: Text, cache: HopeCache, ends_of_rows: list[list[int]]) -> Reading:
         """The reading of rows whose pieces end at other columns than each other's: one row after the other."""
         caches = []
         readings = []
@@ -260,7 +274,7 @@ def _reading_of_rows(readings: list[Reading]) -> Reading:
 
 def read_and_learn(
     model: PreTrainedModel,
-    cache,
+    cache: HopeCache,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
@@ -319,7 +333,11 @@ def read_and_learn(
 
 
 def report_of(
-    reading: Reading, before: LevelState | None, after: LevelState, drift: float, tokens: int
+    reading: Reading,
+    before: LevelState | None,
+    after: LevelState,
+    drift: float,
+    tokens: int,
 ) -> LearningReport:
     """What a call has taught; `before` is the state before it."""
     counts = after.counts
@@ -349,10 +367,20 @@ class LearnsFromText:
 
     @torch.compiler.disable(reason="pieces and steps depend on the text")
     def _learn(
-        self, cache, input_ids, attention_mask, position_ids, labels, kept,
-        inputs_embeds=None, num_items_in_batch=None, use_cache=None, return_dict=True, **kwargs,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
-        """The result of `forward` for tokens that the levels learn from; `kept` indexes the columns with logits."""
+        self,
+        cache: HopeCache | None,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        columns_with_logits: slice | torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool = True,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """The result of `forward` for tokens [B, T] that the levels learn from."""
         for option in ("output_hidden_states", "output_attentions"):
             if kwargs.pop(option, None):
                 raise ValueError(f"learn=True reads a text in pieces and returns no {option[7:]}: leave {option} out")
@@ -369,7 +397,7 @@ class LearnsFromText:
             attention_mask,
             position_ids,
             labels,
-            keeps_hidden=kept is not None,
+            keeps_hidden=columns_with_logits is not None,
             keeps_cache=keeps_cache,
             **kwargs,
         )
@@ -377,13 +405,16 @@ class LearnsFromText:
         if labels is not None:
             predictions = reading.scored.sum() if num_items_in_batch is None else num_items_in_batch
             loss = reading.loss.sum() / predictions
-        if kept is not None:
+        if columns_with_logits is not None:
             with torch.no_grad():
-                logits = self.lm_head(reading.hidden[:, kept])
+                logits = self.lm_head(reading.hidden[:, columns_with_logits])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
 
     def summed_loss(
-        self, hidden_states: torch.Tensor, targets: torch.Tensor, head_learns: bool = True
+        self,
+        hidden_states: torch.Tensor,
+        targets: torch.Tensor,
+        head_learns: bool = True,
     ) -> torch.Tensor:
         """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored.
 
