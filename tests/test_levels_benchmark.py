@@ -9,15 +9,15 @@ import torch
 
 from benchmarks.levels import cases
 from benchmarks.levels.bench import Bench
-from benchmarks.levels.program import CASES, main
-from benchmarks.levels.reading import TrainedReading, read_in_turn
-from benchmarks.levels.report import WRITERS
+from benchmarks.levels.program import main
+from benchmarks.levels.reading import TrainedReading
 from hope_hf import HopeConfig, HopeForCausalLM, LevelLearning
 from hope_hf.data.vocabulary import save_tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.benchmarks
 
 PIECE = 8
+WINDOW = 16
 NOVEL = "gutenberg_2701_moby_dick"
 WORDS = "call me some years ago never mind how long precisely having little or no money in purse".split()
 
@@ -25,44 +25,30 @@ WORDS = "call me some years ago never mind how long precisely having little or n
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Made-up texts, and a converted model as `hope-hf convert` writes it, but tiny and random."""
-    folder, draw = tmp_path_factory.mktemp("levels"), random.Random(0)
+    folder = tmp_path_factory.mktemp("levels")
+    draw = random.Random(0)
     (folder / "text").mkdir()
     for name in (NOVEL, "tinyshakespeare", "wikitext2_test", "wikitext2_valid"):
         (folder / f"text/{name}.txt").write_text("Title\n\n" + " ".join(draw.choices(WORDS, k=2000)))
     save_tokenizer(train_tokenizer([" ".join(WORDS * 20)], 320), folder / "model")
     torch.manual_seed(0)
-    config = HopeConfig(
-        vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        layer_types=["window_attention"] * 2, sliding_window=16, attention_sinks=4, level_intermediate_sizes=[48],
-        level_periods=[PIECE], level_learning=LevelLearning(periods=[PIECE], gate=False), initializer_range=0.2,
-    )  # fmt: skip
-    HopeForCausalLM(config).save_pretrained(folder / "model")
+    sizes = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.2)
+    window = dict(layer_types=["window_attention"] * 2, sliding_window=WINDOW, attention_sinks=4)
+    levels = dict(level_intermediate_sizes=[48], level_periods=[PIECE])
+    learning = LevelLearning(periods=[PIECE], gate=False)
+    HopeForCausalLM(HopeConfig(**sizes, **window, **levels, level_learning=learning)).save_pretrained(folder / "model")
     return folder
 
 
-@pytest.fixture(scope="module")
-def bench(folder) -> Bench:
-    return Bench(folder / "model", folder, folder / f"text/{NOVEL}.txt", "float32", shorten=256)
-
-
-def test_learning_lowers_the_loss_of_a_text_that_repeats(bench):
-    readings = cases.frozen_and_learning(bench.load()).values()
-    read_in_turn(readings, torch.arange(PIECE).repeat(40), PIECE)
-    frozen, learning = (reading.losses for reading in readings)
-    # alike until the first step; the two sums run in another order
-    assert learning[0] == pytest.approx(frozen[0], rel=2**-22) and learning[-1] < frozen[-1]
-
-
-def test_trained_reading_is_sgd_on_a_copy(bench):
-    model, rate, ids = bench.load(), 0.1, torch.arange(PIECE)
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    reading = TrainedReading(model, lambda weights: torch.optim.SGD(weights, lr=rate))
+def test_trained_reading_is_sgd_on_a_copy(folder):
+    bench = Bench(folder / "model", folder, folder / f"text/{NOVEL}.txt", "float32", shorten=256)
+    ids = torch.arange(PIECE)
+    reading = TrainedReading(bench.load(), lambda weights: torch.optim.SGD(weights, lr=0.1))
     reading.read(ids)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     twin = bench.load().requires_grad_(True)
     twin(ids[None], labels=ids[None]).loss.backward()
     for trained, start in zip(reading.model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(trained.data, start.data - rate * start.grad)
+        torch.testing.assert_close(trained.data, start.data - 0.1 * start.grad)
 
 
 @pytest.mark.processes
@@ -76,38 +62,28 @@ def test_the_cases_are_measured_and_printed(folder, tmp_path, capsys, monkeypatc
     for line in results.read_text().splitlines():
         row = json.loads(line)
         rows[row["case"], f"{row['what']} {row.get('of', '')}".strip()] = row
-    assert [*CASES] == [*WRITERS] and {case for case, _ in rows} == {*names}
+    assert {case for case, _ in rows} == {*names}
     # original attention sees everything, the window as much as it is wide
-    full, window = (rows["original", f"{what}, frozen {NOVEL}"]["by_piece"] for what in (cases.ORIGINAL, cases.WINDOW))
-    inside = 16 // PIECE
+    full = rows["original", f"{cases.ORIGINAL}, frozen {NOVEL}"]["by_piece"]
+    window = rows["original", f"{cases.WINDOW}, frozen {NOVEL}"]["by_piece"]
+    inside = WINDOW // PIECE
     assert full[:inside] == pytest.approx(window[:inside], abs=2e-5)
     assert full[inside:] != pytest.approx(window[inside:], abs=1e-3)
-    # without learning nothing is forgotten but the context; a state in 32 bits loses nothing
-    frozen = rows["segments", cases.FROZEN]
-    assert frozen["first_after_all"] == pytest.approx(frozen["first_after_itself"], abs=0.5)
+    # a state in 32 bits loses nothing
     assert rows["saved", "float32"]["difference"] == 0
-    assert all(row["above"] == row["learning"] / row["frozen"] - 1 for (case, _), row in rows.items()
-               if case == "hostile")  # fmt: skip
     assert "| learning: loss of 64 tokens |" in capsys.readouterr().out
     picture = tmp_path / "levels.png"
     assert main(["--results", str(results), "--picture", str(picture)]) == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_hostile_texts_are_what_they_are_called():
-    ids = torch.arange(100, 400)
-    texts = cases.hostile_texts(ids, 1000)
-    assert torch.equal(texts["shuffled text"].sort().values, ids)
-    assert len(set(texts["one token"].tolist())) == 1 and len(set(texts["a repeated sentence"].tolist())) == 40
-    same = texts["text with spans of 64 random tokens"] == ids
-    assert same[:64].all() and same[64:128].sum() < 5 and same[128:192].all()
-
-
-@pytest.mark.parametrize("flags, named", [
-    ("dance", "dance"), ("novel", "--model"), ("novel --model nowhere --data_dir .", "--model nowhere"),
-    ("--picture none.png", "--picture"),
-])  # fmt: skip
-def test_mistakes_are_one_sentence(flags, named, capsys, tmp_path, monkeypatch):
+def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("HOPE_TEST_DATA", raising=False)
-    assert main([*flags.split(), "--results", str(tmp_path / "none.jsonl")]) == 2
-    assert named in capsys.readouterr().err
+    for flags, named in (
+        ("dance", "dance"),
+        ("novel", "--model"),
+        ("novel --model nowhere --data_dir .", "--model nowhere"),
+        ("--picture none.png", "--picture"),
+    ):
+        assert main([*flags.split(), "--results", str(tmp_path / "none.jsonl")]) == 2
+        assert named in capsys.readouterr().err

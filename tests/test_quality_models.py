@@ -1,7 +1,6 @@
 """The models that benchmarks/quality.py compares: as large as HOPE, causal, and as described."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,19 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.quality.models import FROZEN, HOPE, MODELS, SIZES, Size, build
 from benchmarks.quality.peers import LlamaConvConfig, scan_gated_delta_2
 from hope_hf.model.memory_scan import unit
-from hope_hf.optim import build_optimizer
 
 pytestmark = pytest.mark.benchmarks
 
 MICRO = Size(128, 2, 320, 4, 112, 669_000, 4, 3, (1e-3,), block_size=32, per_device_train_batch_size=2)
 # hybrids have HOPE's heads
 PEERS = [name for name in MODELS if name not in (HOPE, FROZEN) and not name.startswith("hope_hybrid")]
-FORGETTING = ["gated_deltanet", "kimi_linear", "gated_deltanet_2"]
-
-
-def new_model(name: str):
-    torch.manual_seed(0)
-    return build(name, MICRO).new()
 
 
 def micro_llama(config_class):
@@ -43,16 +35,10 @@ def test_all_models_have_the_parameters_of_hope_and_are_other_models(size):
         assert (overrides["hidden_size"], overrides["vocab_size"]) == (size.hidden_size, size.vocab_size)
 
 
-def test_another_division_of_hope_changes_no_peer():
-    size = SIZES["medium"]
-    fewer_heads = replace(size, memory_heads=size.memory_heads - 1, level_intermediate_size=70)
-    assert build(HOPE, fewer_heads).identity != build(HOPE, size).identity
-    assert all(build(name, fewer_heads).identity == build(name, size).identity for name in PEERS)
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_are_causal_and_learn(name):
-    model = new_model(name).train()
+    torch.manual_seed(0)
+    model = build(name, MICRO).new().train()
     input_ids = torch.randint(320, (2, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -67,36 +53,22 @@ def test_peers_are_causal_and_learn(name):
     changed = input_ids.clone()
     changed[:, 20] = (changed[:, 20] + 1) % 320
     with torch.no_grad():
-        before, after = (model(input_ids=ids, use_cache=False).logits for ids in (input_ids, changed))
+        before = model(input_ids=input_ids, use_cache=False).logits
+        after = model(input_ids=changed, use_cache=False).logits
     torch.testing.assert_close(before[:, :20], after[:, :20], atol=1e-5, rtol=1e-4)
     # every later token of the row sees it: no model is limited to a short range
     assert (before[:, 20:] - after[:, 20:]).abs().amax(-1).min() > 1e-5
 
 
-@pytest.mark.parametrize("name", FORGETTING)
-def test_peers_that_forget_begin_with_long_memories_that_no_decay_shortens(name):
-    model = new_model(name)
-    settings = dict(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, tokens_per_step=64)
-    decays = {}
-    for group in build_optimizer(model, "adamw", **settings).param_groups:
-        decays |= dict.fromkeys(group["params"], group["weight_decay"])
-    rates = {name: p for name, p in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
-    assert len(rates) == 2 * MICRO.num_hidden_layers and {decays[p] for p in rates.values()} == {0.0}
-    for name, bias in rates.items():
-        if name.endswith("dt_bias"):
-            step = torch.nn.functional.softplus(bias)
-            assert step.min() > 0.0009 and step.max() < 0.11 and step.unique().numel() > 0.9 * step.numel()
-    kinds = {type(module).__name__ for module in model.modules()}
-    assert not kinds & {"Qwen3NextAttention", "Qwen3NextSparseMoeBlock", "KimiLinearAttention", "KimiLinearMoE"}
-
-
 def test_gated_deltanet_2_scans_as_its_authors_write_it_token_by_token():
     generator = torch.Generator().manual_seed(0)
     shape = (2, 37, 2, 8)
-    query, key = (unit(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(2))
+    query = unit(torch.randn(shape, generator=generator, dtype=torch.float64))
+    key = unit(torch.randn(shape, generator=generator, dtype=torch.float64))
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
-    g, erase, write = (torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    state, reads = torch.zeros(2, 2, 8, 8, dtype=torch.float64), []
+    g, erase, write = torch.rand(3, *shape, generator=generator, dtype=torch.float64)
+    state = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    reads = []
     for t in range(shape[1]):
         state = torch.exp(-g[:, t]).unsqueeze(-1) * state
         erased = torch.einsum("bhk,bhkv->bhv", erase[:, t] * key[:, t], state)
@@ -106,37 +78,20 @@ def test_gated_deltanet_2_scans_as_its_authors_write_it_token_by_token():
     torch.testing.assert_close(scanned, torch.stack(reads, 1), rtol=1e-12, atol=1e-12)
 
 
-def test_gated_deltanet_2_with_one_gate_a_head_is_kimis():
-    kimi, ours = new_model("kimi_linear").eval(), new_model("gated_deltanet_2").eval()
-    weights = {name: weight for name, weight in kimi.state_dict().items() if ".mlp." not in name}
-    for name in weights:
-        if name.endswith(".b_proj.weight"):
-            weights[name] = weights[name].repeat_interleave(kimi.config.linear_head_dim, 0).repeat(2, 1)
-    missing, unexpected = ours.load_state_dict(weights, strict=False)
-    assert all(".mlp." in name for name in missing) and not unexpected
-    input_ids = torch.randint(320, (2, 40))
-    with torch.no_grad():
-        for layer in (*kimi.model.layers, *ours.model.layers):
-            layer.mlp.down_proj.weight.zero_()
-        expected, logits = (model(input_ids=input_ids, use_cache=False).logits for model in (kimi, ours))
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_llama_conv_with_identity_convolutions_is_llama_and_sees_one_document():
-    llama, conv = micro_llama(LlamaConfig), micro_llama(LlamaConvConfig)
-    _, unexpected = conv.load_state_dict(llama.state_dict(), strict=False)
+    llama = micro_llama(LlamaConfig)
+    conv = micro_llama(LlamaConvConfig)
+    conv.load_state_dict(llama.state_dict(), strict=False)
     first, second = torch.randint(50, (1, 7)), torch.randint(50, (1, 6))
     both = torch.cat([first, second], 1)
     positions = torch.cat([torch.arange(7), torch.arange(6)])[None]
     packed = conv(input_ids=both, position_ids=positions, use_cache=False).logits
     alone = [conv(input_ids=ids, use_cache=False).logits for ids in (first, second)]
     torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-12, rtol=0)
-    convolutions = [weight for name, weight in conv.named_parameters() if "conv1d" in name]
-    assert len(convolutions) == 6 and not unexpected
     with torch.no_grad():
-        for weight in convolutions:
-            # HOPE's initialisation: uniform between -1/2 and 1/2
-            assert 0.25 < weight.std() < 0.33 and weight.abs().max() <= 0.5
-            weight.zero_()[..., -1] = 1.0
-    expected, logits = (model(input_ids=both, use_cache=False).logits for model in (llama, conv))
+        for name, weight in conv.named_parameters():
+            if "conv1d" in name:
+                weight.zero_()[..., -1] = 1.0
+    expected = llama(input_ids=both, use_cache=False).logits
+    logits = conv(input_ids=both, use_cache=False).logits
     torch.testing.assert_close(logits, expected, atol=1e-12, rtol=0)

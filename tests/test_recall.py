@@ -45,6 +45,7 @@ def test_recall_is_learned_through_the_memory():
     assert train_recall(frozen=False, **SMALL) > 0.95
 
 
+@pytest.mark.long
 def test_frozen_memories_stay_at_chance():
     assert train_recall(frozen=True, **SMALL) < 0.25
 

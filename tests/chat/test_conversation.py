@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hope_hf import HopeCache
-from hope_hf.chat.conversation import Conversation, Transcript
+from hope_hf.chat.conversation import Conversation
 
 MESSAGES = ["w10 w11 w12", "w20", "w30 w31 w32 w33 w34 w35 w36 w37"]
 REWRITES = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
@@ -41,10 +41,8 @@ def test_a_conversation_equals_the_same_tokens_read_in_one_go(conversation, mode
     ahead = torch.tensor([[7, 8]])
     with torch.no_grad():
         model(torch.tensor([read]), cache=cache)
-        torch.testing.assert_close(
-            model(ahead, cache=talk.cache).logits, model(ahead, cache=cache).logits, atol=1e-5, rtol=0
-        )
-    assert talk.cache.get_seq_length() == len(read) + 2
+        expected = model(ahead, cache=cache).logits
+        torch.testing.assert_close(model(ahead, cache=talk.cache).logits, expected, atol=1e-5, rtol=0)
 
 
 def test_a_turn_reads_the_last_token_and_what_the_template_adds(conversation, tokenizer, tokens_read):
@@ -57,18 +55,6 @@ def test_a_turn_reads_the_last_token_and_what_the_template_adds(conversation, to
     # the answer was cut, so the template ends it
     assert tokens_read[:6] == [unread, 5, 3, 20, 5, 4]
     assert [message["content"] for message in talk.transcript.messages][:3] == ["w10 w11", first, "w20"]
-
-
-def test_a_template_that_rewrites_earlier_text_adds_the_message_alone(conversation, tokenizer, tokens_read):
-    tokenizer.chat_template = REWRITES
-    talk = conversation()
-    talk.say("w10")
-    assert tokens_read[:3] == [1, 10, 2]
-    (unread,) = talk.transcript.unread
-    tokens_read.clear()
-    talk.say("w20")
-    # the answer was cut, so the end token ends it
-    assert tokens_read[:5] == [unread, 62, 1, 20, 2]
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -95,33 +81,11 @@ def test_a_prompt_of_generate_is_read_as_transformers_reads_it(conversation, tok
     assert tokens_read[:3] == [10, 62, 11]
 
 
-def test_an_answer_that_ended_is_not_ended_again(conversation, tokenizer, tokens_read):
-    tokenizer.chat_template = REWRITES
-    talk = conversation(transcript=Transcript((62,), ({"role": "user", "content": "w9"},), "w9"))
-    talk.say("w20")
-    assert tokens_read[:4] == [62, 1, 20, 2]
-
-
-def test_what_the_tokenizer_puts_before_texts_is_read_once(conversation, tokenizer, tokens_read):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w7 $A", special_tokens=[("w7", 7)])
-    tokenizer.chat_template = "w7 {{ messages[-1]['content'] }} {% if messages|length > 1 %}w9{% endif %}"
-    talk = conversation()
-    talk.say("w10")
-    assert tokens_read[:2] == [7, 10]
-    tokens_read.clear()
-    talk.say("w20")
-    assert tokens_read[2:4] == [20, 9] or tokens_read[2:3] == [20]
-    tokenizer.chat_template = None
-    assert talk.encode("w3") == [3] and conversation().encode("w3") == [7, 3]
-
-
-@pytest.mark.parametrize("kinds", [["hope_memory", "full_attention"], ["window_attention", "sparse_attention"]])
 @pytest.mark.parametrize("learn", [False, True])
-def test_undo_is_exact(tiny_model, tokenizer, learn, kinds):
-    options = {"sliding_window": 4} if "window_attention" in kinds else {}
-    model = tiny_model(layer_types=kinds, level_learning={"periods": [8, 8], "gate": False}, **options)
+def test_undo_is_exact(tiny_model, tokenizer, learn):
+    kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
+    learning = {"periods": [8, 8], "gate": False}
+    model = tiny_model(num_hidden_layers=4, layer_types=kinds, sliding_window=4, level_learning=learning)
     talk = Conversation(model, tokenizer, learn=learn, learn_generated=learn, max_new_tokens=6, do_sample=False)
     talk.say(MESSAGES[2])
     transcript = talk.transcript
@@ -190,10 +154,8 @@ def test_the_last_positions_are_used(conversation):
         talk.say("w10 " * 400)
 
 
-@pytest.mark.parametrize("kind", ["hope_memory", "window_attention"])
-def test_a_state_of_constant_size_has_no_last_position(tiny_model, tokenizer, kind):
-    window = {"sliding_window": 4} if kind == "window_attention" else {}
-    model = tiny_model(max_position_embeddings=8, layer_types=[kind] * 2, **window)
+def test_a_state_of_constant_size_has_no_last_position(tiny_model, tokenizer):
+    model = tiny_model(max_position_embeddings=8, layer_types=["hope_memory", "window_attention"], sliding_window=4)
     talk = Conversation(model, tokenizer, max_new_tokens=6)
     talk.say("w10 " * 20)
     assert not talk.grows and talk.cache.get_seq_length() > 8

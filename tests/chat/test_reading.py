@@ -1,6 +1,5 @@
 """Files that are read: their losses, the steps of the levels, and mistakes."""
 
-import re
 
 import pytest
 import torch
@@ -36,17 +35,17 @@ def losses_of(model, ids, cache, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun):
-    talk, caches = conversation(learn=True), [HopeCache(model.config), HopeCache(model.config)]
+    talk = conversation(learn=True)
+    learning = HopeCache(model.config)
+    frozen = HopeCache(model.config)
+    ids = talk.encode(TEXT)
     if begun:
         # a step, and three tokens in an open period
-        for cache in (*caches, talk.cache):
+        for cache in (learning, frozen, talk.cache):
             model.learn(torch.arange(11)[None], cache=cache)
         talk.transcript = Transcript((9,), ({"role": "user", "content": "w1"},), "w1")
-    ids = talk.encode(TEXT)
-    learning, frozen = caches
-    if begun:
         with torch.no_grad():
-            for cache in caches:
+            for cache in (learning, frozen):
                 model(torch.tensor([[9]]), cache=cache)
     frozen.reset_levels()
     expected = {
@@ -58,15 +57,7 @@ def test_the_losses_are_those_of_the_text_in_one_call(conversation, model, begun
     for key, delta in learning.levels.deltas.items():
         torch.testing.assert_close(talk.cache.levels.deltas[key], delta, atol=1e-5, rtol=0)
     assert talk.transcript == Transcript() and talk.last.read == 90
-    assert report.startswith("book.txt: 90 tokens") and "took 11 steps" in report
-
-
-def test_the_report_says_what_learning_brings(conversation):
-    report = reading.read_text(conversation(learn=True), "book.txt", "w1 w2 w3 w4 " * 20, compare=True)
-    own, frozen = table(report)["levels learn"], table(report)["frozen"]
-    gain, in_the_end = re.search(r"loss is ([\d.]+) % lower, in the last quarter ([\d.]+) % lower", report).groups()
-    assert float(gain) == pytest.approx(100 * (1 - own[0] / frozen[0]), abs=0.06)
-    assert float(in_the_end) == pytest.approx(100 * (1 - own[2] / frozen[2]), abs=0.06)
+    assert "took 11 steps" in report
 
 
 def test_a_text_is_read_without_learning(conversation, model):
@@ -74,16 +65,6 @@ def test_a_text_is_read_without_learning(conversation, model):
     report = reading.read_text(talk, "book.txt", TEXT)
     assert talk.cache.levels is None and "steps" not in report
     assert table(report) == {"reading": quarters(losses_of(model, talk.encode(TEXT), HopeCache(model.config)))}
-
-
-def test_reading_is_undone(conversation):
-    talk = conversation(learn=True)
-    talk.say("w10")
-    before, transcript = talk.cache.snapshot(), talk.transcript
-    reading.read_text(talk, "book.txt", TEXT)
-    talk.undo()
-    assert talk.transcript == transcript and talk.cache.levels is before.levels
-    assert talk.cache.get_seq_length() == HopeCache(talk.model.config).rollback(before).get_seq_length()
 
 
 @pytest.mark.parametrize("text", ["w1", "w1 " * 401])

@@ -10,8 +10,6 @@ from gguf_files import Gguf, plain_frequencies
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hope_hf.convert.gguf_positions import read_positions
-
 
 @pytest.fixture
 def file_of(tmp_path):
@@ -46,17 +44,6 @@ def llama3_factors(head_dim, base, factor, context):
         smooth = (context / wave - 1) / 3
         factors.append(1 / (1 / factor + min(1, max(0, smooth)) * (1 - 1 / factor)))
     return np.array(factors, dtype=np.float32)
-
-
-@pytest.mark.parametrize(("head_dim", "base", "factor", "context"), [(8, 5e5, 8.0, 64), (64, 5e5, 32.0, 8192)])
-def test_the_positions_of_llama_3(head_dim, base, factor, context):
-    factors = llama3_factors(head_dim, base, factor, context)
-    positions = read_positions({"rope.freq_base": base}, factors, head_dim, 131_072)
-    positions.check(LlamaConfig(head_dim=head_dim, rope_parameters=positions.parameters), "FILE")
-    np.testing.assert_allclose(positions.frequencies, plain_frequencies(head_dim, base) / factors)
-    assert positions.parameters["rope_type"] == "llama3" and positions.parameters["factor"] == factor
-    # with narrow heads no wave is blended, and several contexts give these factors
-    assert head_dim == 8 or positions.parameters["original_max_position_embeddings"] == 8192
 
 
 def yarn() -> tuple[np.ndarray, float]:
@@ -159,13 +146,6 @@ def test_what_is_not_understood_is_named(named, file_of, refused):
     sentence = refused(*file_of(model))
     assert sentence.startswith("error: --gguf_file tiny.gguf has ") or "split.count" in named
     assert named in sentence
-
-
-def test_windows_of_some_layers_and_other_architectures_are_named(file_of, refused):
-    model = Gguf("qwen2")
-    model.fields["attention.sliding_window"] = 24
-    assert "the field qwen2.attention.sliding_window of 24" in refused(*file_of(model))
-    assert "is a gemma2, which HOPE cannot express" in refused(*file_of(Gguf("gemma2")))
 
 
 def test_a_file_that_is_cut_or_lacks_a_weight(file_of, refused):

@@ -84,12 +84,6 @@ def test_a_word_that_is_a_token_is_whole_in_llama_3_and_texts_begin_with_bos():
     assert byte_level("qwen2", **known, add_eos_token=True, eos_token_id=258)("abc")["input_ids"] == [a, 256, 258]
 
 
-def test_qwen_composes_letters():
-    made = byte_level("qwen2", words=["abc"])
-    assert made("e\u0301")["input_ids"] == made("\u00e9")["input_ids"]
-    assert byte_level("gpt-2")("e\u0301")["input_ids"] != byte_level("gpt-2")("\u00e9")["input_ids"]
-
-
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)),
           "he", "th", SPACE + "t", SPACE + "the", "re", "the", SPACE * 2, "er", "there", "ere", SPACE + "there",
           SPACE, "t", "h", "e", "r", "n", "\n"]  # fmt: skip
@@ -130,12 +124,3 @@ def test_pieces(prefix):
     del known["add_bos_token"]
     with_bos = Vocabulary(fields(**known), "FILE").tokenizer(len(PIECES))
     assert with_bos("the")["input_ids"] == [1, *merged_best_first("the", True)]
-
-
-def test_templates_and_a_file_without_a_rule():
-    known = fields(model="gpt2", tokens=sorted(pre_tokenizers.ByteLevel.alphabet()), merges=[])
-    with pytest.warns(UserWarning, match="FILE has no tokenizer.ggml.pre"):
-        made = Vocabulary(known | {"tokenizer.chat_template": "plain"}, "FILE").tokenizer(256)
-    assert made.chat_template == "plain"
-    known |= {"tokenizer.ggml.pre": "gpt-2", "tokenizer.chat_template": "plain", "tokenizer.chat_template.tool": "it"}
-    assert Vocabulary(known, "FILE").tokenizer(256).chat_template == {"default": "plain", "tool": "it"}

@@ -2,11 +2,9 @@
 
 import datetime
 import json
-import warnings
 from itertools import groupby, islice
 from pathlib import Path
 
-import dill
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -103,29 +101,24 @@ def chat_config(name: str, **options) -> DataConfig:
     return DataConfig(**{flag: name, "assistant_only_loss": True, "tokenizer_name": "any"} | options)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["parquet", "folder"])
-def test_chats_of_files_and_data_sets_become_batches_that_resume(tmp_path, tokenizer, kind, streaming):
+@pytest.mark.parametrize("kind, streaming", [("parquet", True), ("folder", False)])
+def test_chats_of_files_and_data_sets_become_batches(tmp_path, tokenizer, kind, streaming):
     tokenizer.chat_template = MARKED
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
     rows = [{"messages": chat, "id": index} for index, chat in enumerate(CHATS)]
     options = {"tokenizer_name": str(tmp_path / "tokenizer"), "block_size": 64, "per_device_train_batch_size": 2}
-    config = chat_config(rows_of(tmp_path, rows, kind), streaming=streaming, **options)
-    data = build_data(config)
-    batches = list(islice(data.train, 4))
-    for batch, _ in batches:
+    data = build_data(chat_config(rows_of(tmp_path, rows, kind), streaming=streaming, **options))
+    batches = [batch for batch, _ in islice(data.train, 4)]
+    for batch in batches:
         predicted = batch["labels"] >= 0
         assert torch.equal(torch.where(predicted, batch["input_ids"], -100), batch["labels"])
         assert 0.1 < predicted.float().mean() < 0.7
         # Positions begin anew with every chat.
         assert (batch["position_ids"][:, 1:] == 0).any()
-    labels = batches[0][0]["labels"]
+    labels = batches[0]["labels"]
     shown = tokenizer.decode(labels[labels >= 0])
     assert "It is" in shown and "Count" not in shown and "Next?" not in shown
-    resumed = build_data(config, state=batches[1][1])
-    for (batch, _), (again, _) in zip(batches[2:], resumed.train, strict=False):
-        assert all(torch.equal(batch[name], again[name]) for name in batch)
-    assert resumed.fingerprint == data.fingerprint and len(data.validation)
+    assert len(data.validation)
 
 
 def test_a_second_process_finds_the_tokens_in_the_cache(tmp_path, tokenizer):
@@ -154,65 +147,46 @@ def test_no_row_is_lost_to_half_characters_dates_or_empty_tools(tokenizer):
 def test_the_chats_of_sharegpt_are_read_from_their_column(tmp_path, kind):
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows = []
-    for index, chat in enumerate(CHATS):
+    for chat in CHATS:
         turns = [{"from": names[message["role"]], "value": message["content"]} for message in chat]
-        rows.append({"id": index, "conversations": turns})
-    sources = open_sources(chat_config(rows_of(tmp_path, rows, kind), on_bad_rows="skip"))
-    assert sorted([*sources.train["text"], *sources.validation["text"]]) == sorted(map(json.dumps, CHATS))
+        rows.append({"conversations": turns})
+    sources = open_sources(chat_config(rows_of(tmp_path, rows, kind)))
+    found = [*sources.train["text"], *sources.validation["text"]]
+    assert sorted(found) == sorted(map(json.dumps, CHATS))
 
 
 def test_chats_that_are_none_are_bad_rows(tmp_path):
-    chats = [CHATS[0], [], CHATS[0][:2], "a", CHATS[1]]
-    name = rows_of(tmp_path, [{"messages": chat} for chat in chats] + [{"text": "a"}])
+    rows = [{"messages": chat} for chat in (CHATS[0], [], CHATS[0][:2], "a", CHATS[1])]
+    name = rows_of(tmp_path, [*rows, {"text": "a"}])
     with pytest.raises(ValueError, match="rows.jsonl, row 2, "):
         open_sources(chat_config(name))
     with pytest.warns(UserWarning, match="4 of 6 rows"):
         sources = open_sources(chat_config(name, on_bad_rows="skip"))
     assert len(sources.train) + len(sources.validation) == 2
-    (tmp_path / "b.csv").write_text("messages\na\n")
-    with pytest.raises(ValueError, match="b.csv .*jsonl"):
-        open_sources(chat_config(str(tmp_path / "b.csv")))
     with pytest.raises(ValueError, match="'messages'.* text"):
         open_sources(chat_config(rows_of(tmp_path, [{"text": "a"}], "folder")))
 
 
-def test_the_usual_names_of_roles_are_mapped_and_others_are_named_with_their_row(tmp_path):
+def test_the_usual_names_of_roles_are_mapped(tmp_path):
     for name, role in (("chatgpt", "assistant"), ("model", "assistant"), ("human", "user")):
         chat = [{"from": name, "value": "a"}, {"role": name, "content": "b"}, {"from": "gpt", "value": "c"}]
-        assert [message["role"] for message in json.loads(chat_text(chat))] == [role, role, "assistant"]
-    rows = [{"conversations": CHATS[0]}, {"conversations": [{"from": "narrator", "value": "a"}, *CHATS[1]]}]
-    files = [rows_of(tmp_path, rows)]
-    with pytest.raises(ValueError, match="rows.jsonl, row 2, .*'narrator'"):
-        load_files(files, "--train_file", chats=True)
-    with pytest.warns(UserWarning, match="1 of 2 rows"):
-        found = load_files(files, "--train_file", chats=True, on_bad_rows="skip")
-    assert [text for text in found["text"] if text] == [json.dumps(CHATS[0])]
+        roles = [message["role"] for message in json.loads(chat_text(chat))]
+        assert roles == [role, role, "assistant"]
 
 
-def test_a_role_that_the_template_names_is_known(tokenizer):
-    chat = [{"role": "ipython", "content": "a"}, *CHATS[0]]
-    tokenizer.chat_template = MARKED
-    with pytest.raises(BadChat, match="ipython"):
-        chat_text(chat, template=ChatTemplate(tokenizer))
-    tokenizer.chat_template = MARKED + "{% if 'ipython' == 1 %}{% endif %}"
-    assert json.loads(chat_text(chat, template=ChatTemplate(tokenizer))) == chat
-
-
-@pytest.mark.parametrize("template", [MARKED, PLAIN, PLAIN_TEMPLATE])
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
 def test_turns_of_weight_0_are_read_and_not_learned(tokenizer, template):
     tokenizer.chat_template = template
-    chat = [dict(message) for message in CHATS[0]]
+    system, question, answer, *_, last = CHATS[0]
+    chat = [system, question, answer | {"weight": 0}, question, last | {"weight": 1}]
     encode = make_chat_encoder(tokenizer)
-    (whole,) = encode([json.dumps(chat)])
-    chat[2]["weight"], chat[4]["weight"] = 0, 1
+    (whole,) = encode([json.dumps([system, question, answer, question, last])])
     (found,) = encode([chat_text(chat)])
     assert read_ids(found) == read_ids(whole)
-    (second,) = learned(tokenizer, found)
-    assert second == learned(tokenizer, whole)[1]
-    for weights in ((0, 0), (0.5, 1)):
-        chat[2]["weight"], chat[4]["weight"] = weights
-        with pytest.raises(BadChat, match="no chat with a turn of the assistant|weight 0.5"):
-            chat_text(chat)
+    assert learned(tokenizer, found) == learned(tokenizer, whole)[1:]
+    for weight, words in ((0, "no chat with a turn of the assistant"), (0.5, "weight 0.5")):
+        with pytest.raises(BadChat, match=words):
+            chat_text([question, answer | {"weight": weight}])
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN, PLAIN_TEMPLATE])
@@ -220,19 +194,19 @@ def test_content_is_text_whatever_it_spells(tokenizer, template):
     """The tokens of each content are those of plain text, and the marks are as many as without such words."""
     tokenizer.chat_template = template
     spelled = "It ends<|end|>\n<|user|> here <|endoftext|>"
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    text = plain_ids(tokenizer, spelled)
+    assert not special & set(text) and tokenizer.decode(text) == spelled
     plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     chat = [{"role": "user", "content": f"x{spelled}"}, {"role": "assistant", "content": f"y{spelled}"}]
     encode = make_chat_encoder(tokenizer)
-    (expected,), (found,) = encode([json.dumps(plain)]), encode([json.dumps(chat)])
-    text = plain_ids(tokenizer, spelled)
-    marks = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    assert not marks & set(text) and tokenizer.decode(text) == spelled
-    of_chat = [token for token in found if max(token, ~token) in marks]
-    assert of_chat and of_chat == [token for token in expected if max(token, ~token) in marks]
+    (expected,) = encode([json.dumps(plain)])
+    (found,) = encode([json.dumps(chat)])
+    marks = [token for token in found if max(token, ~token) in special]
+    assert marks and marks == [token for token in expected if max(token, ~token) in special]
     assert len(found) == len(expected) + 2 * len(text)
-    assert learned(tokenizer, found)[0].strip() == learned(tokenizer, expected)[0].strip().replace("y", f"y{spelled}")
-    copied = dill.loads(dill.dumps(encode))
-    assert copied([json.dumps(chat)]) == [found]
+    answer = learned(tokenizer, expected)[0].strip()
+    assert learned(tokenizer, found)[0].strip() == answer.replace("y", f"y{spelled}")
     ((shown, ids),) = filled_chats(ChatTemplate(tokenizer), [json.dumps(chat)])
     assert spelled in shown and len(ids) == len(found)
 
@@ -294,37 +268,26 @@ def test_calls_of_tools_parts_of_content_and_the_column_of_tools_are_read(tmp_pa
     assert [run.strip() for run in learned(tokenizer, found)] == [called, "noon|"]
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
+def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer):
+    tokenizer.chat_template = MARKED + "{{ raise_exception('not this') if messages[0].content == 'refuse' }}"
+    template = ChatTemplate(tokenizer)
+    good = [json.dumps(CHATS[0]), json.dumps(CHATS[2])]
+    for message, reason in (
         ({"role": "user", "content": None}, "without content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, "no text .image_url"),
-        ({"role": "user", "content": 5}, "no text .5"),
+        ({"role": "narrator", "content": "a"}, "'narrator'"),
         ({"content": "a"}, "without a role"),
         ({"role": "user", "content": "refuse"}, "template fails .not this"),
-    ],
-)
-def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer, message, reason):
-    tokenizer.chat_template = MARKED + "{{ raise_exception('not this') if messages[0].content == 'refuse' }}"
-    rows = [{"messages": CHATS[0]}, {"messages": [message, *CHATS[1]]}, {"messages": CHATS[2]}]
-    files = [rows_of(tmp_path, rows)]
-    for streaming in (False, True):
-        options = {"chats": True, "template": ChatTemplate(tokenizer), "streaming": streaming}
-        with pytest.raises(ValueError, match=f"rows.jsonl, row 2, .*{reason}.*on_bad_rows skip"):
-            list(load_files(files, "--train_file", **options))
-        with pytest.warns(UserWarning, match="1 of 3 rows"):
-            found = list(load_files(files, "--train_file", on_bad_rows="skip", **options))
-        assert [row["text"] for row in found if row["text"]] == [json.dumps(CHATS[0]), json.dumps(CHATS[2])]
-
-
-def test_a_bad_chat_of_a_data_set_is_named_or_left_out(tmp_path):
-    chats = [*CHATS[:4], CHATS[5][:2]]
-    name = rows_of(tmp_path, [{"messages": chat} for chat in chats], "folder")
-    with pytest.raises(ValueError, match="--dataset_name .*rows.folder, row 5, "):
-        open_sources(chat_config(name))
-    with pytest.warns(UserWarning, match="1 of 5 rows"):
-        sources = open_sources(chat_config(name, on_bad_rows="skip"))
-    assert len(sources.train) + len(sources.validation) == 4
+    ):
+        rows = [{"messages": CHATS[0]}, {"messages": [message, *CHATS[1]]}, {"messages": CHATS[2]}]
+        files = [rows_of(tmp_path, rows)]
+        for streaming in (False, True):
+            options = {"chats": True, "template": template, "streaming": streaming}
+            with pytest.raises(ValueError, match=f"rows.jsonl, row 2, .*{reason}"):
+                list(load_files(files, "--train_file", **options))
+            with pytest.warns(UserWarning, match="1 of 3 rows"):
+                found = list(load_files(files, "--train_file", on_bad_rows="skip", **options))
+            assert [row["text"] for row in found if row["text"]] == good
 
 
 def test_one_chat_cannot_be_split_and_the_message_says_so(tmp_path):
@@ -335,36 +298,30 @@ def test_one_chat_cannot_be_split_and_the_message_says_so(tmp_path):
     assert sources.train["text"][0] == sources.validation["text"][0] == json.dumps(CHATS[0])
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("how", ["keep", "cut", "drop"])
+@pytest.mark.parametrize("how, streaming", [("keep", False), ("cut", True), ("drop", False), ("drop", True)])
 def test_chats_longer_than_a_block_are_kept_cut_or_left_out_and_counted(tmp_path, tokenizer, how, streaming):
     tokenizer.chat_template = MARKED
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
     long = [CHATS[0][1], CHATS[0][2] | {"content": "It is 1. " * 40}]
-    chats = [*(chat[1:3] for chat in CHATS[1:12]), long]
+    chats = [chat[1:3] for chat in CHATS[1:12]] + [long]
     rows = make_chat_encoder(tokenizer)(list(map(json.dumps, chats)))
     assert len(rows[11]) > 128 and max(map(len, rows[:11])) < 64
     expected = {"keep": rows, "cut": [*rows[:11], rows[11][:64]], "drop": rows[:11]}[how]
     name = rows_of(tmp_path, [{"messages": chat} for chat in chats])
-    options = {"streaming": streaming, "shuffle_buffer_size": 1, "per_device_train_batch_size": 1, "block_size": 64}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        data = build_data(
-            chat_config(
-                name, validation_file=name, tokenizer_name=str(tmp_path / "tokenizer"), long_chats=how, **options
-            )
-        )
-    assert any("1 of 12 chats" in str(warning.message) for warning in caught)
+    config = chat_config(
+        name,
+        validation_file=name,
+        tokenizer_name=str(tmp_path / "tokenizer"),
+        long_chats=how,
+        streaming=streaming,
+        shuffle_buffer_size=1,
+        per_device_train_batch_size=1,
+        block_size=64,
+    )
+    with pytest.warns(UserWarning, match="1 of 12 chats"):
+        data = build_data(config)
     if streaming:
         read = torch.cat([batch["input_ids"][0] for batch, _ in islice(data.train, 3)])
         assert read.tolist() == read_ids(sum(expected + expected, []))[: 3 * 64]
     else:
         assert data.train_tokens == sum(map(len, expected))
-
-
-def test_chats_need_a_file_and_a_tokenizer():
-    for options in ({"tokenizer_name": "a"}, {"tokenizer_name": "a", "dataset_name": "synthetic"}):
-        with pytest.raises(ValueError, match="--assistant_only_loss .*--train_file"):
-            DataConfig(assistant_only_loss=True, **options)
-    with pytest.raises(ValueError, match="--assistant_only_loss .*--tokenizer_name"):
-        DataConfig(assistant_only_loss=True, train_file="a.jsonl")

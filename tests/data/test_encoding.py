@@ -3,13 +3,12 @@
 import random
 from pathlib import Path
 
-import dill
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hope_hf.data import encoding
-from hope_hf.data.encoding import document_start, make_encoder, plain_ids
+from hope_hf.data.encoding import document_start, make_encoder
 from hope_hf.data.vocabulary import train_tokenizer
 
 TEXT = Path(encoding.__file__).read_text() + "Ünïcode 🐍🐈 日本語の文章。 \n\n\n  tabs\t\tand spaces    \r\n" * 9
@@ -123,14 +122,3 @@ def test_documents_begin_as_the_tokenizer_begins_a_prompt(template, begin, end):
 def test_several_tokens_before_a_prompt_are_warned_of():
     with pytest.warns(UserWarning, match="begins prompts with <s> </s>, and documents begin with its EOS token </s>"):
         assert document_start(tokenizer := with_template("<s> </s> $A")) == tokenizer.eos_token_id
-
-
-def test_a_special_token_that_a_text_spells_is_text_in_another_process_too():
-    tokenizer = train_tokenizer(["a text about models and their tokens " * 60], 280)
-    encode = make_encoder(tokenizer)
-    text = "GPT-2 writes <|endoftext|> between texts."
-    ((start, *expected),) = encode([text])
-    assert start == tokenizer.eos_token_id not in expected and tokenizer.decode(expected) == text
-    assert plain_ids(tokenizer, text) == expected
-    # As `datasets` sends it to the processes of --preprocessing_num_workers.
-    assert dill.loads(dill.dumps(encode, recurse=True))([text]) == [[start, *expected]]

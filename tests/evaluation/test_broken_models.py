@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hope_hf.common.weights import load_model
-from hope_hf.evaluation import main
 from hope_hf.evaluation.flags import Arguments
 from hope_hf.evaluation.subject import load_subject
 
@@ -50,37 +49,25 @@ def change_weights(folder: Path, **weights: torch.Tensor | None):
     save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def test_the_program_says_one_sentence(broken, text_file, capsys):
-    folder = broken()
-    change_weights(folder, **{"model.norm.weight": None})
-    flags = ["--model_name_or_path", str(folder), "--validation_file", text_file, "--device", "cpu"]
-    assert main([*flags, "--suite", "perplexity", "--cpu_threads", "1"]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and shown.out == ""
-    assert f"{folder} has no weights for model.norm.weight" in shown.err
-
-
-@pytest.mark.parametrize(
-    "kind, fields, words",
-    [
+def test_a_config_that_is_not_the_weights_own(broken):
+    folders = {kind: broken(kind) for kind in ("hope", "gpt2", "llama")}
+    for kind, fields, words in (
         ("hope", {"num_hidden_layers": 3}, "`layer_types` has 2 entries"),
         ("hope", {"num_hidden_layers": 3, "layer_types": MEMORY * 3}, "no weights for model.layers.2."),
         ("gpt2", {"n_layer": 2}, "no weights for transformer.h.1."),
         ("hope", {"num_hidden_layers": 1, "layer_types": MEMORY}, "has weights for model.layers.1."),
         ("hope", {"layer_types": ATTENTION * 2}, "has weights for model.layers.0.mixer."),
-        ("hope", {"memory_rule": "paper"}, "no weights for model.layers.0.mixer.initial_memory.outer"),
         ("hope", {"level_intermediate_sizes": [48]}, "of shape [32, 32], and its config.json asks for [32, 48]"),
-        ("llama", {"vocab_size": 400}, "of shape [300, 32], and its config.json asks for [400, 32] (and 1 more)"),
+        ("llama", {"vocab_size": 400}, "of shape [300, 32], and its config.json asks for [400, 32]"),
         ("llama", {"dtype": "float7"}, "dtype 'float7'"),
         ("llama", {"dtype": "int8"}, "dtype 'int8'"),
-        ("llama", {"dtype": ["float32"]}, "dtype ['float32']"),
         ("llama", {"transformers_weights": "../a.safetensors"}, "'../a.safetensors'"),
-    ],
-)
-def test_a_config_that_is_not_the_weights_own(broken, kind, fields, words):
-    folder = broken(kind)
-    change(folder / "config.json", **fields)
-    assert words in refused(folder)
+    ):
+        file = folders[kind] / "config.json"
+        whole = file.read_text()
+        change(file, **fields)
+        assert words in refused(folders[kind])
+        file.write_text(whole)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +91,8 @@ def test_weights_of_other_families_that_are_left_over(broken):
         load_model(str(folder), AutoConfig.from_pretrained(folder), "DIR")
 
 
-def test_integers_under_other_names_than_the_models(broken, tmp_path):
-    """Files of a base model lack the head's prefix; other families rename what they load."""
+def test_integers_under_other_names_than_the_models(broken):
+    """Files of a base model lack the head's prefix."""
     folder = broken("gpt2")
     AutoModelForCausalLM.from_pretrained(folder).transformer.save_pretrained(folder)
     whole = load_file(folder / WEIGHTS)
@@ -115,17 +102,6 @@ def test_integers_under_other_names_than_the_models(broken, tmp_path):
     assert torch.equal(load_model(str(folder), config, "DIR").transformer.wte.weight, whole["wte.weight"])
     change_weights(folder, **{"ln_f.weight": whole["ln_f.weight"].int()})
     with pytest.raises(ValueError, match="DIR has a ln_f.weight of I32"):
-        load_model(str(folder), config, "DIR")
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 9}
-    config = MixtralConfig(num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, **sizes)
-    folder = tmp_path / "mixtral"
-    MixtralForCausalLM(config).save_pretrained(folder)
-    load_model(str(folder), config, "DIR")
-    weights = load_file(folder / WEIGHTS)
-    expert = next(name for name in weights if "experts.0.w1" in name)
-    change_weights(folder, **{expert: weights[expert].int()})
-    with pytest.raises(ValueError, match=f"DIR has a {expert} of I32"):
         load_model(str(folder), config, "DIR")
 
 
@@ -177,41 +153,25 @@ def test_an_index_stays_in_its_folder(broken):
     load_model(str(folder), AutoConfig.from_pretrained(folder), "DIR")
 
 
-@pytest.mark.parametrize(
-    "file, contents",
-    [
-        (INDEX, ["", "null", "{}", DEEP, '{"weight_map": {"a": "a.safetensors"}}']),
-        (INDEX, ['{"metadata": {}, "weight_map": []}', '{"metadata": {}, "weight_map": {"a": []}}']),
+def test_a_file_that_is_none(broken):
+    folder = broken()
+    weights = (folder / WEIGHTS).read_bytes()
+    for file, contents in (
         ("config.json", ["", "null", "5", DEEP, '{"model_type": 5}', '{"model_type": "llama", ']),
         ("generation_config.json", ["null", "[]", DEEP]),
-        ("tokenizer.json", ["", '{"version": "1', "null", "[]", DEEP]),
-        ("tokenizer_config.json", ["", "null", "[]", DEEP]),
+        ("tokenizer.json", ["", '{"version": "1', "null", "[]", DEEP, '{"added_tokens": [5]}']),
+        ("tokenizer_config.json", ["", "null", "[]", DEEP, '{"eos_token": 5}', '{"tokenizer_class": 5}']),
         ("special_tokens_map.json", ["", "null", "5", DEEP]),
-    ],
-)  # fmt: skip
-def test_a_file_that_is_none(broken, file, contents):
-    folder = broken()
-    if file == INDEX:
-        (folder / WEIGHTS).unlink()
-    for content in contents:
-        (folder / file).write_text(content)
-        refused(folder)
-
-
-@pytest.mark.parametrize(
-    "file, fields",
-    [
-        ("tokenizer.json", {"model": {"type": "BPE", "vocab": 5}}),
-        ("tokenizer.json", {"added_tokens": [5]}),
-        ("tokenizer.json", {"pre_tokenizer": {"type": "ByteLevel"}}),
-        ("tokenizer_config.json", {"eos_token": 5}),
-        ("tokenizer_config.json", {"tokenizer_class": 5}),
-        ("tokenizer_config.json", {"model_max_length": "many"}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"a": 1}}),
-        ("tokenizer_config.json", {"extra_special_tokens": 5}),
-    ],
-)
-def test_a_tokenizer_of_wrong_types(broken, file, fields):
-    folder = broken()
-    change(folder / file, **fields)
-    assert "--tokenizer_name" in refused(folder)
+        (INDEX, ["", "null", "{}", DEEP, '{"weight_map": {"a": "a.safetensors"}}']),
+        (INDEX, ['{"metadata": {}, "weight_map": []}', '{"metadata": {}, "weight_map": {"a": []}}']),
+    ):
+        whole = (folder / file).read_text() if (folder / file).exists() else None
+        if file == INDEX:
+            (folder / WEIGHTS).unlink()
+        for content in contents:
+            (folder / file).write_text(content)
+            refused(folder)
+        (folder / file).unlink()
+        if whole is not None:
+            (folder / file).write_text(whole)
+        (folder / WEIGHTS).write_bytes(weights)

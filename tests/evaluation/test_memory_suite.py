@@ -6,9 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.evaluation.memory import GATES, gate_rows, memory, stress
-from hope_hf.evaluation.subject import Subject
+from hope_hf.evaluation.memory import GATES, memory, stress
 
 
 def test_gates_are_read_back(subject, arguments):
@@ -23,21 +21,11 @@ def test_gates_are_read_back(subject, arguments):
     rows = memory(arguments(lengths="64", samples_per_length=2), loaded).tables["Gates by layer and head"]
     assert [(row["layer"], row["head"]) for row in rows] == list(product((0, 1), range(4)))
     for row in rows:
-        is_odd = row["head"] % 2
-        assert row["rate_mean"] == pytest.approx(0.75 if is_odd else 0.5, rel=1e-5)
+        rate, horizon = (0.75, 100.0) if row["head"] % 2 else (0.5, 10.0)
+        assert row["rate_mean"] == pytest.approx(rate, rel=1e-5)
         assert row["rate_std"] == pytest.approx(0.0, abs=1e-6)
-        horizons = [row["horizon_25"], row["horizon_median"], row["horizon_75"]]
-        assert horizons == pytest.approx([100.0 if is_odd else 10.0] * 3, rel=1e-4)
-    assert not any(block.mixer._forward_pre_hooks for block in loaded.model.model.layers)
-
-
-def test_layers_with_attention_have_no_gates():
-    sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=3, head_dim=16, num_memory_heads=2)
-    config = HopeConfig(**sizes, layer_types=["full_attention", "hope_memory", "full_attention"])
-    hybrid = Subject(HopeForCausalLM(config).eval(), None)
-    rows = gate_rows(hybrid, [torch.tensor([[0, 1, 2, 3]])])
-    assert [(row["layer"], row["head"]) for row in rows] == [(1, 0), (1, 1)]
-    assert hybrid.has_memory and hybrid.longest_input == config.max_position_embeddings
+        for name in ("horizon_25", "horizon_median", "horizon_75"):
+            assert row[name] == pytest.approx(horizon, rel=1e-4)
 
 
 def test_unusual_inputs(subject, arguments):
@@ -55,5 +43,5 @@ def test_unusual_inputs(subject, arguments):
         block.mixer.config.memory_learning_rate_max = 50.0
         with torch.no_grad():
             block.mixer.gates.learning_rate_bias.fill_(10.0)
-    with pytest.raises(ValueError, match="the state is not finite after"):
+    with pytest.raises(ValueError, match="not finite"):
         stress(arguments(), loaded, [2000])

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hope_hf import HopeConfig, HopeForCausalLM, frozen_memories
 from hope_hf.evaluation import streams
 from hope_hf.evaluation.streams import carried_scores, window_scores
 
@@ -41,19 +40,6 @@ def test_padding_on_the_right_changes_no_score(subject, ids, kind, monkeypatch):
     scores = carried_scores(model, padded)
     torch.testing.assert_close(scores.losses[0, :20], plain_losses(model, ids[:1, :21])[0])
     torch.testing.assert_close(scores.losses[1], plain_losses(model, ids[1:])[0])
-
-
-def test_frozen_memories_are_those_of_a_model_that_never_writes(subject, ids):
-    model = subject(dtype="float64").model
-    config = HopeConfig(**{**model.config.to_diff_dict(), "memory_learning_rate_max": 0.0})
-    never_writes = HopeForCausalLM(config).double().eval()
-    never_writes.load_state_dict(model.state_dict())
-    writing = carried_scores(model, ids).losses
-    with frozen_memories(model):
-        frozen = carried_scores(model, ids).losses
-    torch.testing.assert_close(frozen, plain_losses(never_writes, ids))
-    assert (frozen - writing).abs().max() > 1e-3
-    torch.testing.assert_close(carried_scores(model, ids).losses, writing)
 
 
 @pytest.mark.parametrize("window, stride", [(17, 16), (16, 8), (49, 7), (80, 40)])

@@ -2,10 +2,9 @@
 
 import json
 import math
-import os
-import re
 import shutil
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hope_hf import HopeForCausalLM
 from hope_hf.export import ExportFailed, main
-from hope_hf.export.card import model_card, usage_code
-from hope_hf.export.facts import read_training
 from hope_hf.export.folder import check_export
 
 KINDS = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
@@ -53,7 +50,6 @@ def test_the_card_has_the_facts_of_run_and_evaluation(trained_run, card):
     found = card()
     data, page = found.data, found.text
     assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "text-generation", "mit")
-    assert data.tags == ["hope", "nested-learning"] and data.model_name == "small-hope"
     assert data.datasets is None and data.base_model is None
     losses = json.loads((trained_run / "all_results.json").read_text())
     values = {(result.dataset_name, result.metric_type): result.metric_value for result in data.eval_results}
@@ -69,17 +65,8 @@ def test_the_card_has_the_facts_of_run_and_evaluation(trained_run, card):
     }
     parameters = HopeForCausalLM.from_pretrained(trained_run).num_parameters()
     assert f"| parameters | {parameters:,} (float32) |" in page
-    assert "read.txt, 256 tokens in 2 steps, on 1 process" in page
     assert "python run_clm.py --model_name_or_path start --train_file read.txt --block_size 16" in page
-    assert f"loss {losses['eval_loss']:.4f}" in page and "5.5000 ± 0.2500" in page
-    # of 50 rows 40 are shown
-    assert "10 rows more" in page
-
-
-def test_a_limited_evaluation_gives_no_metrics(source, card):
-    (source / "all_results.json").unlink()
-    found = card(limit=2)
-    assert "limited to 2 samples" in found.text and found.data.eval_results is None
+    assert "5.5000 ± 0.2500" in page
 
 
 def test_no_folder_of_this_machine_is_shown(trained_run, exported, card, tmp_path):
@@ -88,11 +75,6 @@ def test_no_folder_of_this_machine_is_shown(trained_run, exported, card, tmp_pat
     texts = [path.read_text() for folder in folders for path in folder.iterdir() if path.suffix != ".safetensors"]
     for secret in (str(trained_run), str(trained_run.parent), "my books", str(tmp_path)):
         assert not [text for text in texts if secret in text]
-
-
-def test_the_example_names_the_repository_and_nothing_else(exported):
-    code = usage_code((exported / "README.md").read_text())
-    assert re.findall(r'from_pretrained\("(.*?)"', code) == ["small-hope"] * 2
 
 
 def test_names_on_the_hub_are_metadata(source, unchecked, tmp_path):
@@ -109,25 +91,7 @@ def test_names_on_the_hub_are_metadata(source, unchecked, tmp_path):
     assert "```\n" + "\n".join(commands) + "\n```\n" in card.text
 
 
-def test_a_folder_with_nothing_but_a_model(source, unchecked, tmp_path):
-    for name in ("run.json", "metrics.jsonl", "all_results.json"):
-        (source / name).unlink()
-    (tmp_path / "out").mkdir()
-    assert main([str(source), "--to", str(tmp_path / "out")]) == 0
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "## Training" not in card.text and "## Evaluation" not in card.text
-    assert card.data.license == "apache-2.0"
-
-
-def test_the_card_says_what_mixes_tokens(tiny_model, exported):
-    page = (exported / "README.md").read_text()
-    for kind in ("softmax attention", "native sparse attention", "softmax attention with a window"):
-        assert f"{kind} in 1 of the 4 layers" in page
-    assert "made of memories" in page
-    attention = model_card(tiny_model(layer_types=["full_attention"] * 2), "owner/name", "mit", None, None).text
-    assert "Hope-Attention" in attention and "made of memories" not in attention
-
-
+@pytest.mark.long
 def test_an_export_that_does_not_run_elsewhere_fails_its_check(trained_run, exported, tmp_path):
     changed = shutil.copytree(exported, tmp_path / "changed")
     # code that needs the package, which another machine may lack
@@ -150,10 +114,8 @@ def test_an_export_with_other_logits_fails_its_check(trained_run, exported, monk
         return subprocess.CompletedProcess(command, 0, stdout="printed", stderr="")
 
     monkeypatch.setattr("hope_hf.export.folder.subprocess.run", other_process)
-    if error:
-        with pytest.raises(ExportFailed, match="logits differ by"):
-            check_export(exported, "small-hope", model)
-    else:
+    expected = pytest.raises(ExportFailed, match="logits differ by") if error else nullcontext()
+    with expected:
         assert check_export(exported, "small-hope", model) == "printed"
 
 
@@ -186,10 +148,8 @@ def test_an_export_that_fails_its_check_leaves_nothing(refused, monkeypatch):
 DAMAGED = [
     ("run.json", "{", "run.json"),
     ("run.json", '{"identity": {}}', "run.json"),
-    ("run.json", "[" * 10**5, "run.json"),
     ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl"),
     ("metrics.jsonl", "[" * 10**5, "metrics.jsonl"),
-    ("metrics.jsonl", "[1]", "metrics.jsonl"),
     ("all_results.json", '{"eval_loss": "low"}', "all_results.json"),
     ("results.json", "{", "results.json"),
     ("model.safetensors", "cut", "cannot be loaded"),
@@ -225,10 +185,7 @@ def test_weights_that_the_config_lacks_and_other_models_are_refused(source, refu
     weights = load_file(source / "model.safetensors")
     save_file(weights | {"more.weight": torch.ones(1)}, source / "model.safetensors", {"format": "pt"})
     assert "has weights for more.weight" in refused()
-    head = weights.pop("lm_head.weight")
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    assert "has no weights for lm_head.weight" in refused()
-    torch.save(weights | {"lm_head.weight": head}, source / "pytorch_model.bin")
+    torch.save(weights, source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
     assert "only safetensors" in refused()
     small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -261,13 +218,10 @@ def test_an_output_folder_that_is_in_use(refused, tmp_path):
 RESULTS = [
     ("{", "cannot be read"),
     ("[1]", "no JSON object"),
-    ("{}", "schema_version"),
     ('{"schema_version": 1}', "damaged"),
     ({"results": {"perplexity": {"tables": {"Text: a": [3]}}}}, "damaged"),
-    ({"results": {"perplexity": {"tables": {"Text: a": []}}}}, "damaged"),
     ({"results": {"perplexity": {"tables": {"Text: a": [{"loss": 1.0}]}}}}, "damaged"),
     ({"results": {"memory": {"tables": {"Gates": [{"a": 1, "b": 2}, {"a": 1}]}}}}, "damaged"),
-    ({"results": []}, "damaged"),
     ({"model": {"parameters": 7}}, "of a model of 7 parameters"),
     ({"model": None}, "of several models"),
     ({"unfinished": ["passkey"]}, "not ended"),
@@ -281,31 +235,6 @@ def test_results_that_are_malformed_or_of_another_model(refused, write_results, 
         path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
         complaint = refused("--results", path)
         assert words in complaint and str(path) in complaint, (content, complaint)
-
-
-@pytest.mark.parametrize("file", ["run.json", "metrics.jsonl", "all_results.json"])
-def test_records_of_the_run_that_are_named_pipes(source, file):
-    (source / file).unlink()
-    os.mkfifo(source / file)
-    with pytest.raises(ValueError, match=f"{file} cannot be read"):
-        read_training(source)
-
-
-def test_wrong_flags(refused):
-    for flags in (
-        ["--push_to_hub", "a/b/c"],
-        ["--push_to_hub", "owner/my model"],
-        ["--push_to_hub", ""],
-        ["--private"],
-        ["--results", "none.json"],
-        ["--licence", "mit"],
-    ):
-        assert flags[0] in refused(*flags)
-
-
-def test_a_folder_that_is_not_there(tmp_path, capsys):
-    assert main([str(tmp_path / "none"), "--to", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path / 'none'} is not a folder" in capsys.readouterr().err
 
 
 def test_a_failed_upload_leaves_the_export(source, hub, unchecked, tmp_path, capsys):

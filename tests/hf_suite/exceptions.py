@@ -1,7 +1,6 @@
 """Tests of transformers' common suite that a peer of transformers runs and HOPE does not, each with the reason.
 
-`tests/test_hf_suite.py` freezes the names; `make hf-suite` fails for a test that is missing here, and for one that is
-not needed here.
+`make hf-suite` fails for a test that is missing here, and for one that is not needed here.
 """
 
 _NO_EXPERTS = "no mixture of experts"

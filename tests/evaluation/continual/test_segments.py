@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ import yaml
 
 from hope_hf.evaluation import main
 from hope_hf.evaluation.checkpoints import Checkpoint
-from hope_hf.evaluation.continual.segments import Measured, by_checkpoint, cut, forgetting, segment_opener, transfer
-from hope_hf.evaluation.flags import Arguments
-from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.evaluation.continual.segments import Measured, by_checkpoint, cut, forgetting, transfer
 from hope_hf.evaluation.perplexity import perplexity
 
 
@@ -44,55 +41,35 @@ def evaluate(run, segments, *flags) -> int:
     return main(["--suite", "continual", "--model_name_or_path", run, *map(str, flags)])
 
 
-def test_every_segment_by_every_checkpoint(run, segments, subject, arguments, tmp_path, texts):
+def test_every_segment_by_every_checkpoint(run, segments, subject, arguments, tmp_path):
     path = segments(one={}, two={"max_tokens": 90}, three={})
     assert evaluate(run, path, "--output_dir", tmp_path / "eval") == 0
     record = json.loads((tmp_path / "eval" / "results.json").read_text())
-    tables = record["results"]["continual"]["tables"]
-    bits, moved, rows = tables.values()
+    bits, moved, rows = record["results"]["continual"]["tables"].values()
     assert [list(row) for row in bits] == [["step", "tokens", "one", "two", "three"]] * 2
-    assert [(row["step"], row["segment"]) for row in rows] == [(s, n) for s in (1, 2) for n in ("one", "two", "three")]
-    assert rows[1]["n"] == 90 and [row["segment"] for row in moved] == ["one", "two", "three", "mean"]
+    assert [row["segment"] for row in rows] == ["one", "two", "three"] * 2
+    assert [row["segment"] for row in moved] == ["one", "two", "three", "mean"]
+    assert rows[1]["n"] == 90
     assert (tmp_path / "eval" / "continual.png").read_bytes().startswith(b"\x89PNG")
     # The same as the suite perplexity on that text.
-    (whole,), *_ = perplexity(arguments(validation_file=str(tmp_path / "three.txt")), subject("hope")).tables.values()
+    result = perplexity(arguments(validation_file=str(tmp_path / "three.txt")), subject("hope"))
+    (whole,), *_ = result.tables.values()
     for name in ("n", "loss", "bits_per_byte"):
         assert rows[5][name] == pytest.approx(whole[name], rel=1e-6)
 
 
-def test_the_corpora_of_a_run_are_segments(texts, tmp_path, subject):
-    """What a mixture holds out of each corpus, as `perplexity` reads it; a single corpus is refused."""
-    mixture = "corpora:\n"
-    for name, part in {"one": texts[:2], "two": texts[2:]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-        mixture += f"  {name}: {{files: {tmp_path}/{name}.jsonl}}\n"
-        (tmp_path / f"{name}.yaml").write_text(mixture)
-    args = Arguments(dataset_mixture=str(tmp_path / "two.yaml"), validation_split_percentage=50, device="cpu")
-    loaded = subject("llama")
-    held = held_out_documents(args)
-    found = segment_opener(args)(loaded)
-    assert [segment.name for segment in found] == ["one", "two"]
-    documents = [document.tolist() for segment in found for document in segment.documents]
-    assert documents == [[loaded.start, *loaded.encode(text)] for text in held.texts]
-    with pytest.raises(ValueError, match="one segment"):
-        segment_opener(replace(args, dataset_mixture=str(tmp_path / "one.yaml")))
-
-
 def test_forgetting_is_against_the_best_earlier_checkpoint_and_transfer_since_the_segments_end():
     losses = torch.tensor([3.0, 1.0, 2.0, 1.5])[:, None].expand(4, 600) + torch.linspace(-0.5, 0.5, 600)
-    other = torch.tensor([4.0, 3.0, 2.0, 1.0])[:, None].expand(4, 600)
+    falling = torch.tensor([4.0, 3.0, 2.0, 1.0])[:, None].expand(4, 600)
     checkpoints = [Checkpoint(f"checkpoint-{step}", step, 10 * step) for step in (1, 2, 3, 4)]
-    measured = [Measured("a", losses, 1200), Measured("b", other, 600)]
+    measured = [Measured("a", losses, 1200), Measured("b", falling, 600)]
     assert forgetting(measured[0], 3) == (pytest.approx(0.5), pytest.approx(0.0, abs=1e-6))
     a, b, mean = transfer(checkpoints, measured)
     # The share of `a` ends at step 2 of 4.
-    assert (a["ends_at"], a["backward_transfer"], a["forgetting"]) == ("2", pytest.approx(-0.5), pytest.approx(0.5))
-    assert (b["ends_at"], b["backward_transfer"], b["forgetting"]) == ("4", None, pytest.approx(-1.0))
-    assert mean["forgetting"] == pytest.approx(-0.25) and mean["backward_transfer"] == pytest.approx(-0.5)
-    # Of two checkpoints the last one ends two of three segments, which have no fall of the loss behind them.
-    few = [Measured(one.name, one.losses[1::2], one.num_bytes) for one in (*measured, measured[1])]
-    found = transfer(checkpoints[1::2], few)
-    assert [row["backward_transfer"] for row in found] == [pytest.approx(-0.5), None, None, pytest.approx(-0.5)]
+    assert (a["ends_at"], b["ends_at"]) == ("2", "4")
+    assert [row["forgetting"] for row in (a, b, mean)] == pytest.approx([0.5, -1.0, -0.25])
+    assert a["backward_transfer"] == mean["backward_transfer"] == pytest.approx(-0.5)
+    assert b["backward_transfer"] is None
     rows = by_checkpoint(checkpoints, measured)
     assert [row["forgetting"] for row in rows[:2]] == [None, None] and len(rows) == 8
     assert rows[0]["bits_per_byte"] == pytest.approx(3.0 / 0.6931472 * 600 / 1200, rel=1e-6)
@@ -107,36 +84,28 @@ def test_a_text_is_cut_at_its_tokens(subject, texts):
     assert cut(loaded, "<|endoftext|> " * 3, 5) == loaded.tokenizer.decode(loaded.encode("<|endoftext|> " * 3)[:5])
 
 
-@pytest.mark.parametrize(
-    ("corpora", "words"),
-    [
+def test_what_cannot_be_measured(run, segments, folders, tmp_path, capsys):
+    segments(one={}, two={})
+    (tmp_path / "whole.yaml").write_text((tmp_path / "segments.yaml").read_text())
+    whole = str(tmp_path / "whole.yaml")
+    corpora = [
         ({"one": {}}, "one segment"),
         ({"one": {}, "two": {"max_tokens": 10**6}}, "max_tokens 1,000,000"),
-        ({"one": {}, "two": {"max_documents": 9}}, "corpus two has 1 documents"),
-        ({"one": {}, "two": {"files": "none.txt"}}, "none.txt does not exist"),
-        ({"one": {}, "two": {"files": "code.py"}}, "code.py"),
+        ({"one": {}, "two": {"max_documents": 9}}, "corpus two"),
         ({"one": {}, "two": {"limit": 3}}, "'limit'"),
-    ],
-)
-def test_segments_that_cannot_be_measured(run, segments, corpora, words, tmp_path, capsys):
-    assert evaluate(run, segments(**corpora), "--output_dir", tmp_path / "eval") == 2
-    error = capsys.readouterr().err
-    assert words in error and "--segments" in error and error.count("\n") == 1
-    assert not (tmp_path / "eval").exists()
-
-
-def test_checkpoints_that_cannot_be_measured(run, segments, folders, tmp_path, capsys):
-    path = segments(one={}, two={})
-    cases = [
-        (run.replace("run/", "walk/"), path, [], "walk/checkpoint-*"),
-        (run.replace("-*", "-1"), path, [], "needs two checkpoints"),
-        (folders["llama"], path, [], "needs two checkpoints"),
-        (run, path, ["--suite", "continual,sample"], "--suite continual"),
+    ]
+    for settings, words in corpora:
+        assert evaluate(run, segments(**settings), "--output_dir", tmp_path / "eval") == 2
+        error = capsys.readouterr().err
+        assert words in error and "--segments" in error and error.count("\n") == 1
+    calls = [
+        (run.replace("run/", "walk/"), whole, [], "walk/checkpoint-*"),
+        (folders["llama"], whole, [], "two checkpoints"),
+        (run, whole, ["--suite", "continual,sample"], "--suite continual"),
         (run, tmp_path / "none.yaml", [], "--segments"),
     ]
-    for name, file, flags, words in cases:
+    for name, file, flags, words in calls:
         assert evaluate(name, file, *flags, "--output_dir", tmp_path / "eval") == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
-    with pytest.raises(ValueError, match="--suite continual needs --segments"):
-        segment_opener(Arguments(model_name_or_path=run))
+    assert not (tmp_path / "eval").exists()
