@@ -18,8 +18,12 @@ def _small_pieces(monkeypatch):
 
 
 def table(report: str) -> dict[str, list[float]]:
-    rows = [line.strip("| ").split("|") for line in report.splitlines() if line.startswith("| ")][2:]
-    return {name.strip(): [float(number) for number in numbers] for name, *numbers in rows}
+    """The numbers of a report's rows by their names; a head and a line come first."""
+    _, _, *rows = [line.strip("| ").split("|") for line in report.splitlines() if line.startswith("| ")]
+    numbers = {}
+    for name, *cells in rows:
+        numbers[name.strip()] = list(map(float, cells))
+    return numbers
 
 
 def quarters(losses: torch.Tensor) -> list[float]:

@@ -47,8 +47,11 @@ def tokenizer():
 
 def learned(tokenizer, tokens: list[int]) -> list[str]:
     """The texts of the runs of learned tokens."""
-    runs = groupby(tokens, key=lambda token: token >= 0)
-    return [tokenizer.decode(list(run)) for is_learned, run in runs if is_learned]
+    texts = []
+    for is_learned, run in groupby(tokens, key=lambda token: token >= 0):
+        if is_learned:
+            texts.append(tokenizer.decode(list(run)))
+    return texts
 
 
 def read_ids(tokens: list[int]) -> list[int]:
@@ -56,29 +59,36 @@ def read_ids(tokens: list[int]) -> list[int]:
     return [max(token, ~token) for token in tokens]
 
 
+def encoded(tokenizer, chat: list[dict]) -> list[int]:
+    """The tokens of a chat: an id, or ~id where it is read and not learned."""
+    (tokens,) = make_chat_encoder(tokenizer)([json.dumps(chat)])
+    return tokens
+
+
 def test_the_turns_of_the_assistant_are_learned_with_their_end(tokenizer):
-    found = {}
+    by_template = {}
     for template in (MARKED, PLAIN, PLAIN_TEMPLATE):
         tokenizer.chat_template = template
-        (found[template],) = make_chat_encoder(tokenizer)([json.dumps(CHATS[0])])
+        tokens = encoded(tokenizer, CHATS[0])
         end = tokenizer.eos_token if template == PLAIN_TEMPLATE else "<|end|>"
-        first, second = learned(tokenizer, found[template])
-        assert (first.strip(), second.strip()) == (f"It is 1.{end}", f"It is 2, as you know.{end}")
-        assert tokenizer.decode(read_ids(found[template])) == tokenizer.apply_chat_template(CHATS[0], tokenize=False)
-    assert found[MARKED] == found[PLAIN]
+        texts = [text.strip() for text in learned(tokenizer, tokens)]
+        assert texts == [f"It is 1.{end}", f"It is 2, as you know.{end}"]
+        assert tokenizer.decode(read_ids(tokens)) == tokenizer.apply_chat_template(CHATS[0], tokenize=False)
+        by_template[template] = tokens
+    assert by_template[MARKED] == by_template[PLAIN]
 
 
 def test_a_template_that_shows_no_turns_or_fails_is_refused(tokenizer):
     # As templates that leave out what the assistant thought before the last turn.
     shorten = "{{ m.content }}", "{{ m.content if loop.last else 'short' }}"
     tokenizer.chat_template = MARKED.replace(*shorten)
-    assert "short<|end|>" in learned(tokenizer, make_chat_encoder(tokenizer)([json.dumps(CHATS[0])])[0])[0]
+    assert "short<|end|>" in learned(tokenizer, encoded(tokenizer, CHATS[0]))[0]
     tokenizer.chat_template = PLAIN.replace(*shorten)
     with pytest.raises(ValueError, match="--assistant_only_loss: .* writes a turn anew"):
-        make_chat_encoder(tokenizer)([json.dumps(CHATS[0])])
+        encoded(tokenizer, CHATS[0])
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"fails on the chat \[.*: roles must alternate"):
-        make_chat_encoder(tokenizer)([json.dumps(CHATS[0])])
+    with pytest.raises(ValueError, match="roles must alternate"):
+        encoded(tokenizer, CHATS[0])
 
 
 def rows_of(folder: Path, rows: list[dict], kind: str = "jsonl") -> str:
@@ -179,9 +189,8 @@ def test_turns_of_weight_0_are_read_and_not_learned(tokenizer, template):
     tokenizer.chat_template = template
     system, question, answer, *_, last = CHATS[0]
     chat = [system, question, answer | {"weight": 0}, question, last | {"weight": 1}]
-    encode = make_chat_encoder(tokenizer)
-    (whole,) = encode([json.dumps([system, question, answer, question, last])])
-    (found,) = encode([chat_text(chat)])
+    whole = encoded(tokenizer, [system, question, answer, question, last])
+    (found,) = make_chat_encoder(tokenizer)([chat_text(chat)])
     assert read_ids(found) == read_ids(whole)
     assert learned(tokenizer, found) == learned(tokenizer, whole)[1:]
     for weight, words in ((0, "no chat with a turn of the assistant"), (0.5, "weight 0.5")):
@@ -199,9 +208,8 @@ def test_content_is_text_whatever_it_spells(tokenizer, template):
     assert not special & set(text) and tokenizer.decode(text) == spelled
     plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     chat = [{"role": "user", "content": f"x{spelled}"}, {"role": "assistant", "content": f"y{spelled}"}]
-    encode = make_chat_encoder(tokenizer)
-    (expected,) = encode([json.dumps(plain)])
-    (found,) = encode([json.dumps(chat)])
+    expected = encoded(tokenizer, plain)
+    found = encoded(tokenizer, chat)
     marks = [token for token in found if max(token, ~token) in special]
     assert marks and marks == [token for token in expected if max(token, ~token) in special]
     assert len(found) == len(expected) + 2 * len(text)
@@ -231,7 +239,7 @@ def test_an_ordinary_chat_has_the_tokens_that_transformers_gives_it(scheme):
     chat = [{"role": "user", "content": " Next größer? "}, {"role": "assistant", "content": "It 😀 is "}] * 2
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     expected = tokenizer.apply_chat_template(chat, **options)
-    (found,) = make_chat_encoder(tokenizer)([json.dumps(chat)])
+    found = encoded(tokenizer, chat)
     assert read_ids(found) == expected["input_ids"]
     assert [int(token >= 0) for token in found] == expected["assistant_masks"]
 
@@ -255,17 +263,18 @@ TOOL_TEMPLATE = (
 def test_calls_of_tools_parts_of_content_and_the_column_of_tools_are_read(tmp_path, tokenizer, kind):
     tokenizer.chat_template = TOOL_TEMPLATE
     tools = [{"type": "function", "function": {"name": name}} for name in ("now", "then")]
-    rows = [{"messages": WITH_TOOLS[:3] + [WITH_TOOLS[3] | {"content": "noon"}], "tools": json.dumps(tools)}]
-    if kind == "jsonl":
-        rows = [{"messages": WITH_TOOLS, "tools": tools}]
-    template = ChatTemplate(tokenizer)
-    (text,) = load_files([rows_of(tmp_path, rows, kind)], "--train_file", chats=True, template=template)["text"]
-    (found,) = make_chat_encoder(tokenizer)([text])
-    whole = tokenizer.decode(read_ids(found))
+    row = {"messages": WITH_TOOLS, "tools": tools}
+    if kind == "parquet":
+        *before, last = WITH_TOOLS
+        row = {"messages": [*before, last | {"content": "noon"}], "tools": json.dumps(tools)}
+    files = [rows_of(tmp_path, [row], kind)]
+    (text,) = load_files(files, "--train_file", chats=True, template=ChatTemplate(tokenizer))["text"]
+    (tokens,) = make_chat_encoder(tokenizer)([text])
     # The arguments are an object, which the template writes as JSON.
     called = 'now {"zone": null}|'
-    assert whole == f"[now][then]user: time?|assistant: {called}tool: 12|assistant: noon|"
-    assert [run.strip() for run in learned(tokenizer, found)] == [called, "noon|"]
+    whole = f"[now][then]user: time?|assistant: {called}tool: 12|assistant: noon|"
+    assert tokenizer.decode(read_ids(tokens)) == whole
+    assert [run.strip() for run in learned(tokenizer, tokens)] == [called, "noon|"]
 
 
 def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer):

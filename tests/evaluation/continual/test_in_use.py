@@ -20,12 +20,13 @@ WORDS = {"reading": "the memory of a model reads", "saying": "what was said befo
 def segments(tokenizer) -> list[Segment]:
     """Two segments of few words each, the first one in two documents."""
 
-    def document(words: str, count: int) -> torch.Tensor:
-        text = " ".join(random.Random(count).choices(words.split(), k=count))
-        return torch.tensor([document_start(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]])
+    def document(name: str, count: int) -> torch.Tensor:
+        text = " ".join(random.Random(count).choices(WORDS[name].split(), k=count))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([document_start(tokenizer), *ids])
 
-    sizes = {"reading": (30, 40), "saying": (80,)}
-    return [Segment(name, [document(words, n) for n in sizes[name]], 1) for name, words in WORDS.items()]
+    reading = Segment("reading", [document("reading", 30), document("reading", 40)], 1)
+    return [reading, Segment("saying", [document("saying", 80)], 1)]
 
 
 def forgets(result) -> dict[tuple[str, str], dict]:
