@@ -51,8 +51,8 @@ MUTANTS = [
     Mutant(
         "the share of a decoded token without zeta",
         "fast/one_token.py",
-        "share = memories.value_share if gates.erased is None else memories.value_share * gates.erased",
-        "share = memories.value_share",
+        "own_share = own_share * erased",
+        "own_share = own_share * 1.0",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

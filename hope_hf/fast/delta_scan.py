@@ -93,9 +93,7 @@ def _forward_span(
     right = _right_side(tokens, values, reads_before[:, 0], state.current, shape)
     errors = solve(solved, right, shape)
     read = torch.baddbmm(reads_before[:, 1], attention, errors[..., shape.content])
-    if inputs.erased is not None:
-        values = values * inputs.erased[:, cut, None]
-    torch.addcmul(read, weights.value_share, values, out=reads)
+    torch.addcmul(read, weights.value_share, inputs.own_values(values, cut), out=reads)
     if not saves_all:
         mixed = scales = attention = None
     saved = Saved(mixed, scales, attention, solved, errors, *state)

@@ -320,9 +320,7 @@ class SpanBackward:
         """Through the errors, the share of the value in a read, and the gates of values, to values of unit norm."""
         inputs, cut, values = self.inputs, self.cut, self.tokens.values
         value_share = self.weights.value_share
-        grad_values = value_share * grad_reads
-        if inputs.erased is not None:
-            grad_values.mul_(inputs.erased[:, cut, None])
+        grad_values = inputs.own_values(value_share * grad_reads, cut)
         grad_values.sub_(self.grad_right[..., self.shape.content])
         if self.shape.projected:
             # each of these memories takes k - v

@@ -99,9 +99,10 @@ class TokenGates(NamedTuple):
     # eta and alpha
     rate: Tensor
     retention: Tensor
-    # as in `ScanInputs`
+    # norm of the value, or None if it keeps its own
     value_norm: Tensor | None
-    erased: Tensor | None
+    # share of the value in its own read
+    own_share: Tensor
 
 
 def over_norm(x: Tensor, least: Tensor) -> Tensor:
@@ -146,9 +147,8 @@ def step_token(
     decayed = current * gates.retention
     errors = _errors(key, value, decayed, initial_reads[:, :1], memories)
     current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
-    share = memories.value_share if gates.erased is None else memories.value_share * gates.erased
     reads = torch.baddbmm(initial_reads[:, 2:], query, current[..., -width:])
-    reads.addcmul_(share, value)
+    reads.addcmul_(gates.own_share, value)
     return reads, close_span(state, span, (current,), tail_after(padded, tail, span))
 
 
@@ -315,11 +315,12 @@ class _TokenMemory(NamedTuple):
         rate, retention, *more = values.reshape(-1, batch, 1, 1).unbind(0)
         retention = retention.pow(weights.power)
         norm = more[0] if more else None
-        erased = None
+        own_share = self.memories.value_share
         if len(more) == 2:
             erased = more[1]
             rate = rate * erased
             norm = norm / erased
+            own_share = own_share * erased
         if plan.valid is not None:
             valid = plan.valid.expand(rows, batch // rows).reshape(batch, 1, 1)
             rate = torch.where(valid, rate, 0.0)
@@ -327,7 +328,7 @@ class _TokenMemory(NamedTuple):
         if plan.is_frozen:
             rate = torch.zeros_like(rate)
             retention = torch.ones_like(retention)
-        return TokenGates(rate, retention, norm, erased)
+        return TokenGates(rate, retention, norm, own_share)
 
 
 class _TokenLevel(NamedTuple):

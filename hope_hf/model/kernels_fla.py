@@ -122,10 +122,8 @@ def mix(
             bounds=bounds,
             is_token=shape[1] == 1,
         )
-        share = mixer.value_share(dtype).unsqueeze(-1)
-        if gates.erased is not None:
-            share = share * gates.erased.to(dtype).unsqueeze(-1)
-        reads = torch.addcmul(reads + reads_of_initial, values, share)
+        share = gates.own_share(mixer.value_share(dtype))
+        reads = torch.addcmul(reads + reads_of_initial, values, share.unsqueeze(-1))
         gated = mixer.o_norm(reads, partial(_gated_norm, gate=gate))
     output = mixer.o_proj(gated.flatten(2))
     if sequences is not None:

@@ -101,6 +101,10 @@ class Gates(NamedTuple):
     value_norm: Tensor | None = None
     erased: Tensor | None = None
 
+    def own_share(self, share: Tensor) -> Tensor:
+        """The share [H or B, T, H] of a token's value, as written, in its own read; `share` is d [H]."""
+        return share if self.erased is None else share * self.erased.to(share.dtype)
+
 
 class MemoryGates(nn.Module):
     """Learning rate eta and retention alpha of every token and head, parameterised as in the gated DeltaNet.
