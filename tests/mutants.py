@@ -151,15 +151,15 @@ MUTANTS = [
     Mutant(
         "a window one token wider",
         "model/window_attention.py",
-        "hidden = (distance < 0) | (distance >= window)\n            if sees_sinks",
-        "hidden = (distance < 0) | (distance > window)\n            if sees_sinks",
+        "farthest = position.clamp(max=window - 1)",
+        "farthest = position.clamp(max=window)",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
         "sinks one position further away",
         "model/window_attention.py",
-        "places.append(position.clamp(max=sinks + config.sliding_window - 1))",
-        "places.append(position.clamp(max=sinks + config.sliding_window))",
+        "position.clamp(max=config.attention_sinks + config.sliding_window - 1)",
+        "position.clamp(max=config.attention_sinks + config.sliding_window)",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
@@ -230,14 +230,14 @@ MUTANTS = [
     Mutant(
         "a mean over the batch's own tokens",
         "model/loss.py",
-        "count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch",
-        "count = (labels != IGNORED).sum()",
+        "if count is None:\n            count = (shift_labels != IGNORED).sum()",
+        "if True:\n            count = (shift_labels != IGNORED).sum()",
         "tests/model/test_loss.py",
     ),
     Mutant(
         "softmax without its one-hot",
         "model/loss.py",
-        "grad_logits = shares.scatter_add_(-1, targets, shares.new_full((), -1.0).expand_as(targets))",
+        "grad_logits = shares.scatter_add_(-1, targets, minus_one)",
         "grad_logits = shares + 0.0",
         "tests/model/test_loss.py",
     ),

@@ -1,4 +1,9 @@
-"""Softmax attention as Llama, Mistral, Qwen2 and Qwen3 have it, with transformers' own kernels, and its mask.
+"""Softmax attention as Llama, Mistral, Qwen2 and Qwen3 have it, with transformers' own kernels: positions and mask.
+
+The rope types "dynamic" and "longrope" define other frequencies for texts beyond the trained length. transformers
+changes them while a text is read, and keys that are read already keep the old ones: a text read in pieces, or in a
+batch with a longer one, gives other values. Here texts have the frequencies of the trained length. Windows need no
+others, since no distance in them is longer; other attention refuses longer texts.
 
 Axes: B row, T token of the call, S token of the text, H head.
 """
@@ -9,13 +14,77 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from .cache_hope import CACHE_NAME
 from .cache_parts import KeyValues
 from .documents import Documents, later_begins
 from .layers import HopeRMSNorm, Mixer
-from .rotary import check_reach
+
+
+def rotary_reach(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which the frequencies are those of the rope type; `None` for types that have one set of them."""
+    fields = config.rope_parameters or {}
+    kind = fields.get("rope_type", "default")
+    if "dynamic" in kind:
+        return config.max_position_embeddings
+    if kind == "longrope":
+        return fields.get("original_max_position_embeddings", config.max_position_embeddings)
+    return None
+
+
+def check_reach(config: PreTrainedConfig, position_ids: torch.Tensor, columns: int | torch.Tensor) -> None:
+    """ValueError if a position [B, T] lies beyond the reach.
+
+    Args:
+        columns: tokens of the call and of those before, padding included: no position is higher.
+    """
+    reach = rotary_reach(config)
+    if reach is None:
+        return
+    message = (
+        f"`rope_parameters` has the rope_type '{config.rope_parameters['rope_type']}', whose frequencies change after "
+        f"{reach} tokens, and keys that are read keep theirs: read shorter texts, give a window (`sliding_window`), "
+        "or set another rope_type"
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async((position_ids < reach).all(), message)
+        return
+    may_exceed = not isinstance(columns, int) or columns > reach
+    if may_exceed and int(position_ids.max()) >= reach:
+        raise ValueError(message)
+
+
+class HopeRotaryEmbedding(LlamaRotaryEmbedding):
+    """Cosines and sines [B, T, head_dim] of positions [B, T], in the dtype of `x`.
+
+    `model.to(torch.bfloat16)`, and DeepSpeed, round every buffer, `from_pretrained(dtype=torch.bfloat16)` does not:
+    frequencies stay as exact as they were made.
+    """
+
+    def _apply(self, fn, recurse=True):
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, frequencies in exact.items():
+            moved = self._buffers[name]
+            if moved.dtype != frequencies.dtype:
+                self._buffers[name] = frequencies.to(moved.device)
+        return self
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # transformers' forward changes the frequencies first
+        frequencies = self.inv_freq.to(device=x.device, dtype=torch.float)
+        angles = position_ids[..., None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        cosines = angles.cos() * self.attention_scaling
+        sines = angles.sin() * self.attention_scaling
+        return cosines.to(x.dtype), sines.to(x.dtype)
 
 
 class HopeAttention(Mixer, LlamaAttention):
@@ -63,7 +132,7 @@ class HopeAttention(Mixer, LlamaAttention):
         """
         queries, keys, values = self.project(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
-        after = None
+        state_after = None
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         elif need_state:
@@ -71,14 +140,21 @@ class HopeAttention(Mixer, LlamaAttention):
                 # in new tensors: a block that is recomputed in the backward pass reads the same state again
                 keys = torch.cat([state.keys, keys], dim=-2)
                 values = torch.cat([state.values, values], dim=-2)
-            after = KeyValues(keys, values)
+            state_after = KeyValues(keys, values)
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         reads, weights = kernel(
-            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **options
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=dropout,
+            scaling=self.scaling,
+            **options,
         )
-        output = self.o_proj(reads.reshape(*reads.shape[:-2], -1).contiguous())
-        return output, after, weights
+        all_heads = reads.reshape(*reads.shape[:-2], -1)
+        return self.o_proj(all_heads.contiguous()), state_after, weights
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [B, H, T, head_dim], keys and values [B, key heads, T, head_dim], without positions."""
@@ -87,7 +163,8 @@ class HopeAttention(Mixer, LlamaAttention):
         keys = self.k_proj(hidden_states).view(shape)
         values = self.v_proj(hidden_states).view(shape)
         if self.q_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries = self.q_norm(queries)
+            keys = self.k_norm(keys)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     @staticmethod
@@ -111,12 +188,14 @@ class HopeAttention(Mixer, LlamaAttention):
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
         """Queries, keys, values and reads, and the sum of every query's softmax in fp32; what norms keep in fp32."""
-        heads, groups = config.num_attention_heads, config.num_key_value_heads
-        # the norms keep their input and the normalised input
-        normed = 8 * (heads + groups) if config.use_qk_norm else 0
-        streams = low * (2 * heads + 2 * groups)
-        of_token = (streams + normed) * config.head_dim + 4 * heads
-        return batch_size * length * of_token
+        heads = config.num_attention_heads
+        key_heads = config.num_key_value_heads
+        bytes_of_channel = low * (2 * heads + 2 * key_heads)
+        if config.use_qk_norm:
+            # the norms keep their input and the normalised input
+            bytes_of_channel += 8 * (heads + key_heads)
+        bytes_of_token = bytes_of_channel * config.head_dim + 4 * heads
+        return batch_size * length * bytes_of_token
 
 
 def attention_arguments(
@@ -139,17 +218,19 @@ def attention_arguments(
     Raises:
         ValueError: the kernels do not support the mask, or positions lie beyond the reach of the rotary frequencies.
     """
-    seen = 0 if cache is None else cache.get_seq_length()
+    columns = hidden_states.shape[1]
+    if cache is not None:
+        columns = cache.get_seq_length() + columns
     position_ids = documents.position_ids
     if position_ids is None:
         position_ids = _counted_positions(hidden_states, attention_mask, cache)
-    check_reach(config, position_ids, seen + hidden_states.shape[1])
+    check_reach(config, position_ids, columns)
     if isinstance(attention_mask, dict):
         mask = attention_mask["attention"]
     elif attention_mask is None or getattr(attention_mask, "ndim", None) == 2:
         mask = _mask_of_tokens(config, hidden_states, attention_mask, documents, position_ids, cache)
     else:
-        mask = _given_mask(config, hidden_states, attention_mask)
+        mask = _mask_for_kernels(config, hidden_states, attention_mask)
     return {
         "attention_mask": mask,
         # kernels without a mask find documents in the positions
@@ -159,7 +240,7 @@ def attention_arguments(
     }
 
 
-def _given_mask(config: PreTrainedConfig, hidden_states: torch.Tensor, attention_mask):
+def _mask_for_kernels(config: PreTrainedConfig, hidden_states: torch.Tensor, attention_mask):
     """A mask of four dimensions, or a `BlockMask` of flex attention, as the kernels take it; it stands for documents.
 
     Raises:
@@ -175,9 +256,7 @@ def _given_mask(config: PreTrainedConfig, hidden_states: torch.Tensor, attention
         return attention_mask
     if attention_mask.ndim != 4 or "flash" in kernels:
         shapes = "(batch, tokens)" if "flash" in kernels else "(batch, tokens) or four dimensions"
-        raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)}, and {kernels} takes {shapes}"
-        )
+        raise ValueError(f"attention_mask has the shape {tuple(attention_mask.shape)}, and {kernels} takes {shapes}")
     if attention_mask.is_floating_point():
         return attention_mask
     # eager attention adds the mask to its scores
@@ -247,13 +326,20 @@ def _require_one_document(
         )
 
 
-def _counted_positions(hidden_states: torch.Tensor, attention_mask: torch.Tensor | dict | None, cache: Cache | None):
+def _counted_positions(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None,
+    cache: Cache | None,
+) -> torch.Tensor:
     """Positions [B or 1, T] of a call that gives none: tokens are counted, and columns where no cache goes on."""
-    length, device = hidden_states.shape[1], hidden_states.device
-    if cache is None:
-        return torch.arange(length, device=device).unsqueeze(0)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+    length = hidden_states.shape[1]
+    device = hidden_states.device
+    if cache is not None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         # padding may lie between what the cache has read and this call, as in joined caches
-        real = attention_mask.to(device).ne(0)
-        return (real.cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
-    return (torch.arange(length, device=device) + cache.get_seq_length()).unsqueeze(0)
+        is_real = attention_mask.to(device).ne(0)
+        position = is_real.cumsum(dim=1) - 1
+        return position.clamp(min=0)[:, -length:]
+    column = torch.arange(length, device=device)
+    if cache is not None:
+        column = column + cache.get_seq_length()
+    return column.unsqueeze(0)

@@ -16,14 +16,13 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import attention_arguments
+from .attention import attention_arguments, check_reach
 from .cache_hope import HopeCache, functional_layers, past_of
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
 from .level_learning import deltas_by_block
 from .mixers import MIXERS
-from .rotary import check_reach
 from .window_attention import plan_window, window_positions
 
 # The models that this thread (or asynchronous task) reads with frozen memories.

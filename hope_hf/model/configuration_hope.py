@@ -12,11 +12,11 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
+from .attention import rotary_reach
 from .continuum import CONTINUA
 from .level_learning import LevelLearning
 from .memory_mixer import RULES
 from .mixers import MIXERS
-from .rotary import rotary_reach
 
 PRESETS = {
     # about 8 M parameters at a vocabulary of 4,096: the demo and the tests

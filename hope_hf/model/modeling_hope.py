@@ -22,7 +22,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import HopeAttention
+from .attention import HopeAttention, HopeRotaryEmbedding
 from .backends import FAST, asked_kernels, borrow_fast_paths
 from .cache_hope import CACHE_NAME, takes_cache
 from .calls import Call, FreezesMemories, check_labels, prepare_call
@@ -33,7 +33,6 @@ from .layers import HopeRMSNorm
 from .level_reading import LearnsFromText
 from .loss import HopeHead
 from .mixers import MIXERS
-from .rotary import HopeRotaryEmbedding
 
 # before a model of this code is made
 borrow_fast_paths()

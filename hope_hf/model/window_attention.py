@@ -5,10 +5,9 @@ A query sees the last `sliding_window` tokens, its own included, and the first `
 sinks, so that time and memory grow in proportion to the text.
 
 Axes: B row, T token of the call, S slot of the call (`chunks`; padding has no slot, and documents follow each other),
-H head of keys, G query heads that share it, D head width; K sinks, W window.
+H head of keys, D head width; K sinks, W window; M keys of a call: of earlier calls, then of its own slots.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,13 +17,15 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .attention import HopeAttention
+from .attention import HopeAttention, rotary_reach
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import call, named_tuple, register
-from .rotary import rotary_reach
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
+
+# cosines and sines of positions [B or 1, 1, T, D]
+Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class WindowState(NamedTuple):
@@ -39,13 +40,12 @@ class WindowState(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Consecutive queries of a call, and the keys that they see, as indices into what the call holds."""
+    """Consecutive queries of a call, and the keys that they see, as indices into the M keys of the call."""
 
     start: int
     stop: int
-    # sinks, the same for all rows or [B, k]; `None` if no query sees one
+    # the same for all rows or [B, k]; `None` if no query sees a sink
     sinks: slice | torch.Tensor | None
-    # keys of the window
     window_keys: slice
     # added to the scores [1 or B, 1, 1, stop - start, keys], the sinks' first: -inf where a query does not see a key;
     # `None` if all see all
@@ -56,17 +56,27 @@ class Band(NamedTuple):
 class WindowPlan(SlotPlan):
     """The slots of one call's tokens, and what they see and leave behind; the same for all layers.
 
-    A single token that goes on is written into the state, and sees it. Any other call holds sinks and window of the
-    calls before, then its own slots.
+    A single token that goes on is written into the state, whose slots are then the M keys.
     """
 
     bands: tuple[Band, ...] = ()
     # the single token's slot in the state, of all rows or [B]
-    slot: int | torch.Tensor | None = None
-    # slots of the state that the call holds [M] or [B, M], or `None` at a text's start
-    recalled: torch.Tensor | None = None
-    # what of the call's goes into each slot of the state [K + W] or [B, K + W]
-    kept: torch.Tensor | None = None
+    token_slot: int | torch.Tensor | None = None
+    # slots of the state that are the call's first keys [M - S] or [B, M - S]; `None` at a text's start
+    recalled_slots: torch.Tensor | None = None
+    # the key that goes into each slot of the state [K + W] or [B, K + W]
+    kept_keys: torch.Tensor | None = None
+
+
+class Streams(NamedTuple):
+    """What the tokens of a call ask for and offer, after rotation [B, heads, T, D]."""
+
+    # scaled
+    queries: torch.Tensor
+    # the same at the positions from which they see sinks; `None` if no query sees one
+    sink_queries: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 def plan_window(
@@ -76,160 +86,238 @@ def plan_window(
     shape: tuple[int, int],
     device: torch.device,
     past: Past | None = None,
-    *options,
-    **named_options,
+    **options,
 ) -> WindowPlan | TokenPlan:
     """The plan of one call, for hidden states of a dtype; see `plan_slots` for the other arguments."""
-    slots = plan_slots(1, shape, device, past, *options, **named_options)
+    slots = plan_slots(1, shape, device, past, **options)
     if isinstance(slots, TokenPlan):
         return slots
+    plan = WindowPlan(
+        past=slots.past,
+        before=slots.before,
+        valid=slots.valid,
+        position=slots.position,
+        offset=slots.offset,
+        token_of_slot=slots.token_of_slot,
+        slot_of_token=slots.slot_of_token,
+    )
     # a row's first tokens may be padding
-    position, goes_on = slots.positions().clamp(min=0), past is not None
-    layout = slots.past, slots.before, slots.valid, slots.position, slots.offset
-    plan = WindowPlan(*layout, slots.token_of_slot, slots.slot_of_token)
-    if position.shape[1] == 1 and goes_on:
+    position = slots.positions().clamp(min=0)
+    goes_on = past is not None
+    if goes_on and position.shape[1] == 1:
         _plan_token(plan, position, sinks, window, dtype)
-    elif slots.valid is None:
-        _plan_text(plan, position, sinks, window, dtype)
     else:
-        _plan_rows(plan, position, sinks, window, goes_on, dtype)
+        _plan_text(plan, position, sinks, window, dtype, goes_on)
     return plan
 
 
-def window_positions(
-    config: PreTrainedConfig, rotary: nn.Module, hidden_states: torch.Tensor, plan: WindowPlan | TokenPlan
-) -> tuple[torch.Tensor, ...]:
-    """Cosines and sines [B or 1, 1, T, D] of the tokens' positions in their documents.
+def _plan_token(
+    plan: WindowPlan,
+    position: torch.Tensor,
+    sinks: int,
+    window: int,
+    dtype: torch.dtype,
+) -> None:
+    """One token at `position` [B or 1, 1] that goes on with a state."""
+    size = sinks + window
+    sink_slots = slice(sinks) if sinks else None
+    window_slots = slice(sinks, size)
+    bias = None
+    if plan.valid is not None:
+        plan.token_slot = _state_slot(position[:, 0], sinks, window)
+        slot = torch.arange(size, device=position.device)
+        is_empty = slot > position
+        bias = _bias(is_empty[:, None], dtype)
+    else:
+        plan.token_slot = _state_slot(plan.before, sinks, window)
+        if plan.before < size:
+            # the window reaches the sinks
+            filled = plan.before + 1
+            sink_slots, window_slots = None, slice(filled)
+    plan.bands = (Band(0, 1, sink_slots, window_slots, bias),)
 
-    The same of queries that read sinks follow, unless none does.
+
+class _EarlierKeys(NamedTuple):
+    """The first keys of a call: the sinks of earlier calls, then their last tokens, one after the other.
+
+    Example: 2 sinks, a window of 4, 10 tokens read before. Keys 0 and 1 are tokens 0 and 1, keys 2 to 5 are tokens 6
+    to 9, and slot s of the call is key 6 + s. Token 11 would lie in slot 11 - 10 = 1 and is key 7; token 1 would lie
+    in slot -9 and is a sink, key 1.
     """
-    sinks, position = config.attention_sinks, plan.to_tokens(plan.positions()).clamp(min=0)
-    places = [position]
-    # a graph serves all lengths
-    if sinks and (isinstance(plan, TokenPlan) or any(band.sinks is not None for band in plan.bands)):
-        # Sinks stay at the distance that they have when the window is first full, as in StreamingLLM: beyond the
-        # trained length their own positions cost nats (docs/log).
-        places.append(position.clamp(max=sinks + config.sliding_window - 1))
-    return tuple(part.unsqueeze(1) for place in places for part in rotary(hidden_states, position_ids=place))
+
+    sinks: int
+    window: int
+
+    def index(self, token: torch.Tensor, first_slot: int | torch.Tensor) -> torch.Tensor:
+        """The key of a token of a document that begins in slot `first_slot`, negative if an earlier call began it."""
+        slot = first_slot + token
+        is_earlier_sink = (token < self.sinks) & (slot < 0)
+        key = slot + self.sinks + self.window
+        return torch.where(is_earlier_sink, token, key)
 
 
-def _slot(token, sinks: int, window: int):
-    """The state's slot of a document's tokens: a number or a tensor."""
+def _plan_text(
+    plan: WindowPlan,
+    position: torch.Tensor,
+    sinks: int,
+    window: int,
+    dtype: torch.dtype,
+    goes_on: bool,
+) -> None:
+    """Any other call, whose slots are at `position` [B or 1, S] of their documents."""
+    if plan.valid is None:
+        before = most_before = plan.before
+        after = before + position.shape[1]
+        first_slot = -before
+    else:
+        before = plan.before[:, None]
+        # any number of tokens, unless the text begins
+        most_before = sinks + window if goes_on else 0
+        # of each row's last document
+        after = plan.past.seen[:, None]
+        first_slot = plan.valid.sum(1, keepdim=True) - after
+    earlier = _EarlierKeys(
+        sinks=min(most_before, sinks),
+        window=min(most_before, window),
+    )
+    device = position.device
+    if most_before:
+        window_tokens = before + torch.arange(-earlier.window, 0, device=device)
+        window_slots = _state_slot(window_tokens.clamp(min=0), sinks, window)
+        sink_slots = torch.arange(earlier.sinks, device=device)
+        sink_slots = sink_slots.expand(*window_slots.shape[:-1], -1)
+        plan.recalled_slots = torch.cat([sink_slots, window_slots], dim=-1)
+    bands = _plan_bands(plan, position, sinks, window, dtype, earlier, most_before)
+    plan.bands = tuple(bands)
+    slot = torch.arange(sinks + window, device=device)
+    # of two tokens with the same slot, the later one stays
+    last_token = after - 1
+    last_of_slot = last_token - (last_token - slot) % window
+    token = torch.where(slot < sinks, slot, last_of_slot)
+    key = earlier.index(token, first_slot)
+    plan.kept_keys = torch.where(slot < after, key, 0)
+
+
+def _plan_bands(
+    plan: WindowPlan,
+    position: torch.Tensor,
+    sinks: int,
+    window: int,
+    dtype: torch.dtype,
+    earlier: _EarlierKeys,
+    most_before: int,
+) -> list[Band]:
+    """The bands of a call after at most `most_before` tokens of its documents; see `_plan_text`."""
+    length = position.shape[1]
+    is_uniform = plan.valid is None
+    # A query that sees sinks outside of its window is the `window`-th token of its document or a later one: with bands
+    # of at most that many queries, all of a band see the sinks of one document, which contains the band's first slot.
+    band_size = _BAND if is_uniform else min(_BAND, window)
+    sink = torch.arange(min(sinks, most_before + length), device=position.device)
+    has_sinks_in_front = is_uniform and (most_before == 0 or most_before >= sinks)
+    first_own_key = earlier.sinks + earlier.window
+    bands = []
+    biases = {}
+    for start in range(0, length, band_size):
+        stop = min(start + band_size, length)
+        first = max(start - (window - 1), -earlier.window)
+        sees_sinks = sinks > 0 and most_before + stop > window
+        sink_keys = None
+        if sees_sinks and has_sinks_in_front:
+            sink_keys = slice(sinks)
+        elif sees_sinks:
+            first_slot = -most_before if is_uniform else start - position[:, start, None]
+            sink_keys = earlier.index(sink, first_slot)
+            # the last sinks of a short document do not exist
+            sink_keys = sink_keys.clamp(max=first_own_key + stop - 1)
+        # in the middle of a text, bands have the same bias
+        sees_all_sinks = is_uniform and most_before + start >= sinks + window - 1
+        layout = stop - start, start - first, None if sees_all_sinks else start
+        if layout not in biases:
+            visible_sink = sink if sees_sinks else None
+            query_position = position[:, start:stop, None]
+            hidden = _hidden_keys(query_position, start, first, window, visible_sink)
+            biases[layout] = _bias(hidden, dtype)
+        band = Band(
+            start,
+            stop,
+            sinks=sink_keys,
+            window_keys=slice(first_own_key + first, first_own_key + stop),
+            bias=biases[layout],
+        )
+        bands.append(band)
+    return bands
+
+
+def _hidden_keys(
+    position: torch.Tensor,
+    start: int,
+    first: int,
+    window: int,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Whether the queries of a band do not see its keys [B or 1, q, keys], the sinks' first.
+
+    Args:
+        position: of the queries in their documents [B or 1, q, 1].
+        start, first: slot of the first query, and of the first key.
+        sink: number of each sink; `None` if no query sees one.
+    """
+    stop = start + position.shape[1]
+    query = torch.arange(start, stop, device=position.device)
+    key = torch.arange(first, stop, device=position.device)
+    distance = query[:, None] - key
+    farthest = position.clamp(max=window - 1)
+    hidden = (distance < 0) | (distance > farthest)
+    if sink is None:
+        return hidden
+    is_in_window = position - sink < window
+    return torch.cat([is_in_window, hidden], dim=2)
+
+
+def _state_slot(token: int | torch.Tensor, sinks: int, window: int) -> int | torch.Tensor:
+    """The state's slot of a document's token or tokens."""
     ring = sinks + (token - sinks) % window
     if isinstance(token, torch.Tensor):
         return torch.where(token < sinks, token, ring)
     return token if token < sinks else ring
 
 
-def _tokens_of_slots(
-    after: int | torch.Tensor, sinks: int, window: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last of a document's first `after` tokens in each of the state's slots, and whether there is one."""
-    slot = torch.arange(sinks + window, device=device)
-    return torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window), slot < after
-
-
 def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`Band.bias` from whether a query does not see a key [1 or B, queries, keys]."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -torch.inf)[:, None, None]
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    bias = bias.masked_fill(hidden, -torch.inf)
+    return bias[:, None, None]
 
 
-def _plan_token(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, dtype: torch.dtype) -> None:
-    """One token [B or 1, 1] that goes on with a state."""
-    size = sinks + window
-    if plan.valid is None:
-        plan.slot = _slot(plan.before, sinks, window)
-        sees_sinks = sinks > 0 and plan.before >= size
-        window_keys = slice(sinks if sees_sinks else 0, min(plan.before + 1, size))
-        plan.bands = (Band(0, 1, slice(sinks) if sees_sinks else None, window_keys, None),)
-    else:
-        plan.slot = _slot(position[:, 0], sinks, window)
-        hidden = torch.arange(size, device=position.device) > position
-        bias = _bias(hidden[:, None], dtype)
-        plan.bands = (Band(0, 1, slice(sinks) if sinks else None, slice(sinks, size), bias),)
+def window_positions(
+    config: PreTrainedConfig,
+    rotary: nn.Module,
+    hidden_states: torch.Tensor,
+    plan: WindowPlan | TokenPlan,
+) -> tuple[Angles, Angles | None]:
+    """Angles of the tokens' positions in their documents, and of queries that read sinks (`None` if none does)."""
+    position = plan.to_tokens(plan.positions()).clamp(min=0)
+    angles = _angles(rotary, hidden_states, position)
+    # a graph serves all lengths; a band that sees sinks is followed by others that do
+    sees_sinks = isinstance(plan, TokenPlan) or plan.bands[-1].sinks is not None
+    if not (config.attention_sinks and sees_sinks):
+        return angles, None
+    # Sinks stay at the distance that they have when the window is first full, as in StreamingLLM: beyond the trained
+    # length their own positions cost nats (docs/log).
+    capped = position.clamp(max=config.attention_sinks + config.sliding_window - 1)
+    return angles, _angles(rotary, hidden_states, capped)
 
 
-def _plan_text(plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, dtype: torch.dtype) -> None:
-    """Rows that all go on with one document, at `position` [1, S].
-
-    Keys are the sinks that earlier calls have read (`sinks_held`), then the window's tokens (`window_held`), then the
-    call's. A token is at its index in the document plus `offset`, a sink of earlier calls at its index. Example: 2
-    sinks, a window of 4, 10 tokens read before: keys 0 and 1 are tokens 0 and 1, keys 2 to 5 are tokens 6 to 9, the
-    call's first token is key 6, and `offset` is 2 + 4 - 10 = -4.
-    """
-    before, length, device = plan.before, position.shape[1], position.device
-    after = before + length
-    sinks_held, window_held = min(before, sinks), min(before, window)
-    offset = sinks_held + window_held - before
-    if before:
-        tokens = torch.cat(
-            [torch.arange(sinks_held, device=device), torch.arange(before - window_held, before, device=device)]
-        )
-        plan.recalled = _slot(tokens, sinks, window)
-    at = torch.arange(min(sinks, after), device=device)
-    # they are next to each other unless this call reads a part of them
-    held_sinks = torch.where(at < before, at, at + offset) if 0 < before < sinks else slice(sinks)
-    bands, biases = [], {}
-    for start in range(0, length, _BAND):
-        stop = min(start + _BAND, length)
-        first = max(start - (window - 1), -window_held)
-        sees_sinks = sinks > 0 and before + stop > window
-        all_sinks = before + start - sinks >= window - 1
-        shape = stop - start, start - first, sees_sinks, all_sinks or before + start
-        if shape not in biases:
-            query = torch.arange(start, stop, device=device)[:, None]
-            distance = query - torch.arange(first, stop, device=device)
-            hidden = (distance < 0) | (distance >= window)
-            if sees_sinks:
-                hidden = torch.cat([before + query - at < window, hidden], dim=1)
-            biases[shape] = _bias(hidden[None], dtype)
-        window_keys = slice(sinks_held + window_held + first, sinks_held + window_held + stop)
-        bands.append(Band(start, stop, held_sinks if sees_sinks else None, window_keys, biases[shape]))
-    plan.bands = tuple(bands)
-    token, is_filled = _tokens_of_slots(after, sinks, window, device)
-    held = torch.where(token < sinks_held, token, token + offset)
-    plan.kept = torch.where(is_filled, held, 0)
+def _angles(rotary: nn.Module, hidden_states: torch.Tensor, position: torch.Tensor) -> Angles:
+    cosines, sines = rotary(hidden_states, position_ids=position)
+    return cosines.unsqueeze(1), sines.unsqueeze(1)
 
 
-def _plan_rows(
-    plan: WindowPlan, position: torch.Tensor, sinks: int, window: int, goes_on: bool, dtype: torch.dtype
-) -> None:
-    """Rows with documents, padding or unequal counts, whose slots are at `position` [B, S] of their documents."""
-    seen, length, device = plan.before[:, None], position.shape[1], position.device
-    sinks_held, window_held = (sinks, window) if goes_on else (0, 0)
-    if goes_on:
-        at = torch.arange(sinks, device=device).expand(len(seen), -1)
-        last = (seen + torch.arange(-window, 0, device=device)).clamp(min=0)
-        plan.recalled = torch.cat([at, _slot(last, sinks, window)], dim=1)
-    position, at = position[:, :, None], torch.arange(sinks, device=device)
-    bands = []
-    # A query that sees sinks outside of its window is the `window`-th token of its document or a later one: with bands
-    # of at most that many queries, all of a band see the sinks of one document, which contains the band's first slot.
-    size = min(_BAND, window)
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        first = max(start - (window - 1), -window_held)
-        query = torch.arange(start, stop, device=device)[:, None]
-        distance = query - torch.arange(first, stop, device=device)
-        farthest = position[:, start:stop].clamp(max=window - 1)
-        hidden = (distance < 0) | (distance > farthest)
-        held = None
-        if sinks and (goes_on or stop > window):
-            hidden = torch.cat([position[:, start:stop] - at < window, hidden], dim=2)
-            # the document's first slot, negative if an earlier call read it
-            slot = start - position[:, start] + at
-            held = torch.where(slot < 0, at if goes_on else 0, slot + sinks_held + window_held).clamp(
-                max=sinks_held + window_held + stop - 1
-            )
-        window_keys = slice(sinks_held + window_held + first, sinks_held + window_held + stop)
-        bands.append(Band(start, stop, held, window_keys, _bias(hidden, dtype)))
-    plan.bands = tuple(bands)
-    # tokens of the row's last document, and the slot of its first token in the call
-    after = plan.past.seen[:, None]
-    origin = plan.valid.sum(1, keepdim=True) - after
-    token, is_filled = _tokens_of_slots(after, sinks, window, device)
-    held = torch.where((token < sinks) & (origin + token < 0), token, origin + token + sinks_held + window_held)
-    plan.kept = torch.where(is_filled, held, 0)
+def _rotate(x: torch.Tensor, turned: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Heads [B, H, T, D], of which `turned` is `rotate_half`, at the positions with these angles."""
+    cosines, sines = angles
+    return torch.addcmul(x * cosines, turned, sines)
 
 
 def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
@@ -238,126 +326,173 @@ def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
         return x[:, :, index]
     if index.ndim == 1:
         return x.index_select(2, index)
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    index = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index)
 
 
-def _rotate(x: torch.Tensor, turned: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Heads [B, H, T, D], of which `turned` is `rotate_half`, at the positions with these angles [B or 1, 1, T, D]."""
-    return torch.addcmul(x * angles[0], turned, angles[1])
+def _to_slots(plan: WindowPlan, x: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, heads, T, D] -> [B, heads, S, D]."""
+    if x is None:
+        return None
+    by_token = x.transpose(1, 2)
+    return plan.to_slots(by_token).transpose(1, 2)
 
 
-def _gathered(gather: Callable, x: torch.Tensor | None) -> torch.Tensor | None:
-    """[B, H, T, D] with tokens gathered to slots, or slots to tokens."""
-    return None if x is None else gather(x.transpose(1, 2)).transpose(1, 2)
-
-
-def _with_token(held: torch.Tensor, new: torch.Tensor, window: WindowPlan) -> torch.Tensor:
+def _with_token(ring: torch.Tensor, new: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
     """A copy of a state's tensor [B, H, K + W, D] with a token [B, H, 1, D] in its slot."""
-    if isinstance(window.slot, int):
-        return held.slice_scatter(new, 2, window.slot, window.slot + 1)
-    index = window.slot[:, None, None, None].expand_as(new)
-    return held.scatter(2, index, torch.where(window.valid[:, None, None], new, held.gather(2, index)))
+    slot = plan.token_slot
+    if isinstance(slot, int):
+        return ring.slice_scatter(new, 2, slot, slot + 1)
+    index = slot[:, None, None, None].expand_as(new)
+    is_real = plan.valid[:, None, None]
+    # padding leaves the slot as it is
+    written = torch.where(is_real, new, ring.gather(2, index))
+    return ring.scatter(2, index, written)
 
 
 def read_window(
-    queries: torch.Tensor,
-    of_sinks: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    streams: Streams,
     state: WindowState | None,
-    window: WindowPlan,
+    plan: WindowPlan,
     need_state: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, WindowState | None]:
     """What the tokens of a call read [B, heads, T, D], and the state after the call if it is needed.
 
     Args:
-        queries, of_sinks: scaled, at their own positions and, for sinks, at capped ones [B, heads, T, D].
-        keys, values: [B, H, T, D].
+        state: state before the call, which may have another dtype.
         dropout: share of the weights that are set to 0.
     """
-    if window.token_of_slot is not None:
-        queries, of_sinks, keys, values = (
-            _gathered(window.to_slots, part) for part in (queries, of_sinks, keys, values)
-        )
-    held = keys, values
+    if plan.token_of_slot is not None:
+        streams = Streams(*(_to_slots(plan, stream) for stream in streams))
+    keys = streams.keys
+    values = streams.values
+    ring_keys = ring_values = None
     if state is not None:
-        # it may have another precision
-        state = [part.to(new.dtype) for part, new in zip(state, held, strict=True)]
-    if window.slot is not None:
-        held = state = WindowState(*(_with_token(*pair, window) for pair in zip(state, held, strict=True)))
-    elif window.recalled is not None:
-        recalled = (_take(part, window.recalled) for part in state)
-        held = [torch.cat(pair, dim=2) for pair in zip(recalled, held, strict=True)]
+        ring_keys = state.ring_keys.to(keys.dtype)
+        ring_values = state.ring_values.to(values.dtype)
+    if plan.token_slot is not None:
+        keys = _with_token(ring_keys, keys, plan)
+        values = _with_token(ring_values, values, plan)
+    elif plan.recalled_slots is not None:
+        earlier_keys = _take(ring_keys, plan.recalled_slots)
+        earlier_values = _take(ring_values, plan.recalled_slots)
+        keys = torch.cat([earlier_keys, keys], dim=2)
+        values = torch.cat([earlier_values, values], dim=2)
     else:
         # so that no band copies its keys and values
-        held = [part.contiguous() for part in held]
-    reads = [_read_band(queries, of_sinks, *held, band, dropout) for band in window.bands]
-    reads = reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
-    if window.slot is None:
-        state = WindowState(*(_take(part, window.kept) for part in held)) if need_state else None
-    return reads if window.slot_of_token is None else _gathered(window.to_tokens, reads), state
+        keys = keys.contiguous()
+        values = values.contiguous()
+    reads_of_bands = [_read_band(streams, keys, values, band, dropout) for band in plan.bands]
+    reads = reads_of_bands[0]
+    if len(reads_of_bands) > 1:
+        reads = torch.cat(reads_of_bands, dim=2)
+    if plan.slot_of_token is not None:
+        by_slot = reads.transpose(1, 2)
+        reads = plan.to_tokens(by_slot).transpose(1, 2)
+    if not need_state:
+        return reads, None
+    if plan.kept_keys is not None:
+        keys = _take(keys, plan.kept_keys)
+        values = _take(values, plan.kept_keys)
+    return reads, WindowState(keys, values)
 
 
-def _read_band(queries, of_sinks, keys, values, band: Band, dropout: float) -> torch.Tensor:
-    """What a band's queries read [B, heads, q, D].
-
-    Args:
-        queries, of_sinks: of all slots, at their own positions and, for sinks, at capped ones [B, heads, S, D].
-        keys, values: what the call holds [B, H, M, D].
-    """
-    (rows, heads, _, width), asking = keys.shape, slice(band.start, band.stop)
-
-    def score(queries: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
-        # The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
-        asked = queries[:, :, asking].reshape(rows * heads, -1, width)
-        held = _take(keys, index).flatten(0, 1)
-        if band.stop - band.start == 1:
-            # in bfloat16 a third of the time of the other order
-            return torch.bmm(held, asked.transpose(1, 2)).transpose(1, 2)
-        return torch.bmm(asked, held.transpose(1, 2))
-
-    scores, seen = score(queries, band.window_keys), [band.window_keys]
+def _read_band(
+    streams: Streams,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    band: Band,
+    dropout: float,
+) -> torch.Tensor:
+    """What a band's queries read [B, heads, q, D] from keys and values [B, H, M, D]."""
+    rows, key_heads, _, width = keys.shape
+    asking = slice(band.start, band.stop)
+    number = band.stop - band.start
+    scores = _scores(streams.queries[:, :, asking], keys[:, :, band.window_keys])
     if band.sinks is not None:
-        scores = torch.cat([score(of_sinks, band.sinks), scores], dim=2)
-        are_next = isinstance(band.sinks, slice) and band.sinks.stop == band.window_keys.start
-        seen = [slice(band.window_keys.stop)] if are_next else [band.sinks, band.window_keys]
+        sink_keys = _take(keys, band.sinks)
+        sink_scores = _scores(streams.sink_queries[:, :, asking], sink_keys)
+        scores = torch.cat([sink_scores, scores], dim=2)
     if band.bias is not None:
-        grouped = scores.unflatten(0, (rows, heads)).unflatten(2, (-1, band.stop - band.start))
+        grouped = scores.unflatten(0, (rows, key_heads)).unflatten(2, (-1, number))
         # in bfloat16 `masked_fill` takes longer than the product
-        scores = (grouped + band.bias.to(scores.dtype)).flatten(0, 1).flatten(1, 2)
+        biased = grouped + band.bias.to(scores.dtype)
+        scores = biased.flatten(0, 1).flatten(1, 2)
     weights = scores.softmax(-1)
     if dropout:
         weights = nn.functional.dropout(weights, dropout)
-    weights, seen = weights.to(values.dtype), [_take(values, index).flatten(0, 1) for index in seen]
-    if len(seen) == 1:
-        read = torch.bmm(weights, seen[0])
-    else:
-        number = seen[0].shape[1]
-        read = torch.bmm(weights[:, :, :number], seen[0]) + torch.bmm(weights[:, :, number:], seen[1])
-    return read.view(rows, -1, band.stop - band.start, width)
+    reads = _read_values(weights.to(values.dtype), values, band)
+    return reads.view(rows, -1, number, width)
+
+
+def _read_values(weights: torch.Tensor, values: torch.Tensor, band: Band) -> torch.Tensor:
+    """Sums [B H, heads / H q, D] of values [B, H, M, D] by the weights of a band [B H, heads / H q, k]."""
+    window_keys = band.window_keys
+    sink_values = None
+    if isinstance(band.sinks, slice) and band.sinks.stop == window_keys.start:
+        # the sinks are next to the window: one product reads both
+        window_keys = slice(window_keys.stop)
+    elif band.sinks is not None:
+        sink_values = _take(values, band.sinks).flatten(0, 1)
+    window_values = values[:, :, window_keys].flatten(0, 1)
+    if sink_values is None:
+        return torch.bmm(weights, window_values)
+    number = sink_values.shape[1]
+    sink_reads = torch.bmm(weights[:, :, :number], sink_values)
+    window_reads = torch.bmm(weights[:, :, number:], window_values)
+    return sink_reads + window_reads
+
+
+def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Products [B H, heads / H q, k] of queries [B, heads, q, D] with their keys [B, H, k, D].
+
+    The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
+    """
+    is_single = queries.shape[2] == 1
+    keys = keys.flatten(0, 1)
+    queries = queries.reshape(len(keys), -1, keys.shape[-1])
+    if is_single:
+        # in bfloat16 a third of the time of the other order
+        return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
+    return torch.bmm(queries, keys.transpose(1, 2))
 
 
 def _run(tensors: dict[str, torch.Tensor], sizes: list[int], dropout: str) -> list[torch.Tensor]:
     """`read_window` as one operator of a compiled graph (`opaque`)."""
-    streams = [tensors.get(name) for name in ("queries", "of_sinks", "keys", "values")]
-    columns, need_state, *of_window = sizes
+    columns, need_state, sinks, window = sizes
+    queries = tensors["queries"]
+    streams = Streams(
+        queries=queries,
+        sink_queries=tensors.get("sink_queries"),
+        keys=tensors["keys"],
+        values=tensors["values"],
+    )
     state = named_tuple(WindowState, tensors)
-    (rows, _, length, _), plan = streams[0].shape, partial(plan_window, *of_window, streams[0].dtype)
-    window = plan_again(plan, tensors, (rows, length), columns, state is not None)
-    seeded, device = tensors.get("seed"), streams[0].device
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seeded is not None):
-        if seeded is not None:
+    make_plan = partial(plan_window, sinks, window, queries.dtype)
+    rows, _, length, _ = queries.shape
+    plan = plan_again(make_plan, tensors, (rows, length), columns, state is not None)
+    seed = tensors.get("seed")
+    devices = [queries.device] if queries.is_cuda else []
+    with torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
             # the backward pass may run it again
-            torch.manual_seed(int(seeded))
-        reads, after = read_window(*streams, state, window, bool(need_state), float(dropout))
+            torch.manual_seed(int(seed))
+        reads, after = read_window(streams, state, plan, bool(need_state), float(dropout))
     return [reads, *(after or ())]
 
 
 def _shapes(tensors: dict[str, torch.Tensor], sizes: list[int], _) -> list[torch.Tensor]:
-    keys, values, (_, need_state, sinks, window) = tensors["keys"], tensors["values"], sizes
-    after = [x.new_empty(*x.shape[:2], sinks + window, x.shape[3]) for x in (keys, values)] if need_state else ()
-    return [values.new_empty(tensors["queries"].shape), *after]
+    _, need_state, sinks, window = sizes
+    values = tensors["values"]
+    reads = values.new_empty(tensors["queries"].shape)
+    if not need_state:
+        return [reads]
+    rows, key_heads, _, width = values.shape
+    state_shape = rows, key_heads, sinks + window, width
+    ring_keys = tensors["keys"].new_empty(state_shape)
+    ring_values = values.new_empty(state_shape)
+    return [reads, ring_keys, ring_values]
 
 
 register("window_attention", _run, _shapes)
@@ -380,7 +515,7 @@ class HopeWindowAttention(HopeAttention):
         state: WindowState | None = None,
         *,
         window: WindowPlan | TokenPlan,
-        window_positions: tuple[torch.Tensor, ...],
+        window_positions: tuple[Angles, Angles | None],
         need_state: bool = False,
         **_,
     ) -> tuple[torch.Tensor, WindowState | None, None]:
@@ -393,45 +528,66 @@ class HopeWindowAttention(HopeAttention):
             window_positions: the result of the function of that name.
             need_state: whether to return the state after the last token.
         """
-        queries, keys, values = self.project(hidden_states)
-        queries = queries * self.scaling
-        turned, (own, capped) = rotate_half(queries), (window_positions[:2], window_positions[2:])
-        streams = {
-            "queries": _rotate(queries, turned, own),
-            "of_sinks": _rotate(queries, turned, capped) if capped else None,
-            "keys": _rotate(keys, rotate_half(keys), own),
-            "values": values,
-        }
-        # autocast multiplies in the dtype of the maps' outputs, and rotates in float32
-        streams = {name: None if x is None else x.to(values.dtype) for name, x in streams.items()}
+        streams = self._streams(hidden_states, *window_positions)
         dropout = self.attention_dropout if self.training else 0.0
         if isinstance(window, TokenPlan):
-            seed = torch.randint(2**62, (), device=values.device) if dropout else None
-            sizes = [window.columns(), int(need_state), self.config.attention_sinks, self.config.sliding_window]
-            held = {} if state is None else state._asdict()
-            tensors = streams | held | window.tensors() | {"seed": seed}
-            reads, *after = call("window_attention", tensors, sizes, str(dropout))
-            state = WindowState(*after) if need_state else None
+            reads, state = self._read_in_graph(streams, state, window, need_state, dropout)
         else:
-            reads, state = read_window(*streams.values(), state, window, need_state, dropout)
-        return self.o_proj(reads.transpose(1, 2).flatten(2)), state, None
+            reads, state = read_window(streams, state, window, need_state, dropout)
+        by_token = reads.transpose(1, 2)
+        return self.o_proj(by_token.flatten(2)), state, None
+
+    def _streams(self, hidden_states: torch.Tensor, angles: Angles, sink_angles: Angles | None) -> Streams:
+        """The call's queries, keys and values at their positions."""
+        queries, keys, values = self.project(hidden_states)
+        # autocast multiplies in the dtype of the maps' outputs, and rotates in float32
+        dtype = values.dtype
+        queries = queries * self.scaling
+        turned = rotate_half(queries)
+        rotated = _rotate(queries, turned, angles).to(dtype)
+        sink_queries = None
+        if sink_angles is not None:
+            sink_queries = _rotate(queries, turned, sink_angles).to(dtype)
+        rotated_keys = _rotate(keys, rotate_half(keys), angles).to(dtype)
+        return Streams(rotated, sink_queries, rotated_keys, values)
+
+    def _read_in_graph(
+        self,
+        streams: Streams,
+        state: WindowState | None,
+        plan: TokenPlan,
+        need_state: bool,
+        dropout: float,
+    ) -> tuple[torch.Tensor, WindowState | None]:
+        """`read_window` as one operator of a compiled graph."""
+        tensors = streams._asdict() | plan.tensors()
+        if state is not None:
+            tensors |= state._asdict()
+        if dropout:
+            tensors["seed"] = torch.randint(2**62, (), device=streams.values.device)
+        config = self.config
+        sizes = [plan.columns(), int(need_state), config.attention_sinks, config.sliding_window]
+        reads, *after = call("window_attention", tensors, sizes, str(dropout))
+        return reads, WindowState(*after) if need_state else None
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
-        has_layer = "window_attention" in config.layer_types
-        window, sinks = config.sliding_window, config.attention_sinks
-        if has_layer and window is None:
-            raise ValueError("`layer_types` holds 'window_attention': give its `sliding_window`, in tokens")
-        if window is not None and not has_layer:
+        window = config.sliding_window
+        sinks = config.attention_sinks
+        if sinks < 0:
+            raise ValueError(f"`attention_sinks` must be at least 0, got {sinks}")
+        if "window_attention" not in config.layer_types:
+            if window is None:
+                return
             raise ValueError(
                 f"`sliding_window` ({window}) is given and no layer has a window: name the layers 'window_attention' "
                 "in `layer_types`, or leave it out"
             )
-        if window is not None and window < 1:
+        if window is None:
+            raise ValueError("`layer_types` holds 'window_attention': give its `sliding_window`, in tokens")
+        if window < 1:
             raise ValueError(f"`sliding_window` must be at least 1, got {window}")
-        if sinks < 0:
-            raise ValueError(f"`attention_sinks` must be at least 0, got {sinks}")
-        reach = rotary_reach(config) if has_layer else None
+        reach = rotary_reach(config)
         if reach is not None and window + sinks > reach:
             raise ValueError(
                 f"`sliding_window` and `attention_sinks` are {window} and {sinks} tokens, and the frequencies of "
@@ -441,28 +597,37 @@ class HopeWindowAttention(HopeAttention):
 
     @staticmethod
     def check_state(state: WindowState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-        _, heads, slots, width = state.ring_keys.shape
-        ours = config.attention_sinks + config.sliding_window
+        _, key_heads, slots, width = state.ring_keys.shape
+        expected_slots = config.attention_sinks + config.sliding_window
         # a rank of tensor parallelism has a part of the heads
-        if config.num_key_value_heads % heads or (slots, width) != (ours, config.head_dim):
+        has_other_heads = config.num_key_value_heads % key_heads
+        if has_other_heads or slots != expected_slots or width != config.head_dim:
             raise ValueError(
-                f"the cache holds windows of {slots} tokens with {heads} heads of width {width}, and this "
-                f"model's have {ours} tokens and {config.num_key_value_heads} heads of width {config.head_dim}: it is "
-                "the cache of another model"
+                f"the cache holds windows of {slots} tokens with {key_heads} heads of width {width}, and this model's "
+                f"have {expected_slots} tokens and {config.num_key_value_heads} heads of width {config.head_dim}: it "
+                "is the cache of another model"
             )
 
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
         """Queries, keys, values and reads; queries once more where they see sinks; the weights of each band."""
-        heads, groups, window = config.num_attention_heads, config.num_key_value_heads, config.sliding_window
-        weights = beyond = 0
+        heads = config.num_attention_heads
+        key_heads = config.num_key_value_heads
+        sinks = config.attention_sinks
+        window = config.sliding_window
+        weights = sink_queries = 0
         for start in range(0, length, _BAND):
             stop = min(start + _BAND, length)
-            sinks = config.attention_sinks if stop > window else 0
-            weights += (stop - start) * (stop - max(0, start - (window - 1)) + sinks)
-            beyond += (stop - start) * (sinks > 0)
-        streams = (length * (2 * heads + 2 * groups) + beyond * heads) * config.head_dim
-        return batch_size * low * (streams + heads * weights)
+            queries = stop - start
+            first = max(0, start - (window - 1))
+            keys = stop - first
+            if sinks and stop > window:
+                keys += sinks
+                sink_queries += queries
+            weights += queries * keys
+        streams = length * (2 * heads + 2 * key_heads) + sink_queries * heads
+        numbers = streams * config.head_dim + heads * weights
+        return batch_size * low * numbers
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
@@ -470,9 +635,11 @@ class HopeWindowAttention(HopeAttention):
         most = min(config.sliding_window, sequence_length)
         keys = most - most**2 / (2 * sequence_length)
         keys += config.attention_sinks * (1 - most / sequence_length)
-        return round(4 * keys * config.num_attention_heads * config.head_dim)
+        channels = config.num_attention_heads * config.head_dim
+        return round(4 * keys * channels)
 
     @staticmethod
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
         """Keys and values of the window and the sinks, however many tokens were read."""
-        return HopeAttention.cache_bytes(config, config.attention_sinks + config.sliding_window)
+        size = config.attention_sinks + config.sliding_window
+        return HopeAttention.cache_bytes(config, size)

@@ -7,7 +7,7 @@ from learning_models import random_ids
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hope_hf import CACHE_NAME, HopeCache
-from hope_hf.model.rotary import HopeRotaryEmbedding
+from hope_hf.model.attention import HopeRotaryEmbedding
 
 LENGTH = 24
 ROPE = {
