@@ -1,10 +1,11 @@
 """The norm of reads or hidden states with its gate, in blocks of tokens that fit a CPU's cache; gradients by hand."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from transformers.utils import is_tracing
-
-from ..model.layers import gated_norm
 
 # numbers in a block of tokens: 256 KiB in float32
 _BLOCK = 2**16
@@ -18,57 +19,78 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon):
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape)
         scale = x.new_empty(*x.shape[:-1], 1)
-        for into, part, factor, gated in _token_blocks(x, out, x, scale, gate):
+        for tokens in _token_blocks(x):
+            x_block = x[:, tokens]
+            scale_block = scale[:, tokens]
+            out_block = out[:, tokens]
             # the operations of torch's norm, for the same bits: a text is also read without gradients
-            torch.mean(part.square(), -1, keepdim=True, out=factor).add_(epsilon).rsqrt_()
-            torch.mul(part, factor, out=into).mul_(weight)
-            if gated is not None:
-                into.mul_(F.silu(gated))
+            torch.mean(x_block.square(), -1, keepdim=True, out=scale_block)
+            scale_block.add_(epsilon).rsqrt_()
+            torch.mul(x_block, scale_block, out=out_block)
+            out_block.mul_(weight)
+            if gate is not None:
+                active = F.silu(gate[:, tokens])
+                out_block.mul_(active)
         ctx.save_for_backward(x, weight, gate, scale)
-        ctx.epsilon = epsilon
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    @once_differentiable
+    def backward(ctx, grad_out):
         x, weight, gate, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # the gradient itself is differentiated
-            wanted = [part for part in (x, weight, gate) if part is not None and part.requires_grad]
-            plain = gated_norm(x, weight, ctx.epsilon, gate, kernels="plain")
-            found = iter(torch.autograd.grad(plain, wanted, grad, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        grad_weight, grad_gate = torch.zeros_like(weight), None if gate is None else torch.empty_like(gate)
-        for above, part, factor, gated, into, into_gate in _token_blocks(x, grad, x, scale, gate, grad_x, grad_gate):
-            unit = part * factor
-            product = above * unit
-            if gated is None:
-                torch.mul(above, weight, out=into)
+        grad_x = x.new_empty(x.shape)
+        grad_weight = torch.zeros_like(weight)
+        grad_gate = None if gate is None else torch.empty_like(gate)
+        for tokens in _token_blocks(x):
+            grad_block = grad_out[:, tokens]
+            grad_x_block = grad_x[:, tokens]
+            scale_block = scale[:, tokens]
+            unit = x[:, tokens] * scale_block
+            # gradient of each number's weight
+            product = grad_block * unit
+            if gate is None:
+                torch.mul(grad_block, weight, out=grad_x_block)
             else:
-                active = F.silu(gated)
-                torch.ops.aten.silu_backward.grad_input(product * weight, gated, grad_input=into_gate)
+                gate_block = gate[:, tokens]
+                active = F.silu(gate_block)
+                torch.ops.aten.silu_backward.grad_input(
+                    product * weight,
+                    gate_block,
+                    grad_input=grad_gate[:, tokens],
+                )
                 product.mul_(active)
-                torch.mul(active, weight, out=into).mul_(above)
-            grad_weight.add_(product.flatten(0, -2).sum(0))
-            row_dot = product.mul_(weight).sum(-1, keepdim=True).div_(x.shape[-1])
-            into.addcmul_(unit, row_dot, value=-1).mul_(factor)
+                torch.mul(active, weight, out=grad_x_block)
+                grad_x_block.mul_(grad_block)
+            products = product.flatten(0, -2)
+            grad_weight.add_(products.sum(0))
+            row_dot = product.mul_(weight).sum(-1, keepdim=True)
+            row_dot.div_(x.shape[-1])
+            grad_x_block.addcmul_(unit, row_dot, value=-1)
+            grad_x_block.mul_(scale_block)
         return grad_x, grad_weight, grad_gate, None
 
 
-def _token_blocks(x: torch.Tensor, *tensors: torch.Tensor | None):
-    """For successive tokens of `x` [B, T, ...], about 64K numbers together, the parts of all tensors or `None`s."""
+def _token_blocks(x: torch.Tensor) -> Iterator[slice]:
+    """Successive tokens of `x` [B, T, ...], about 64K numbers together."""
+    length = x.shape[1]
     # an operator on fake tensors takes as long for a block as for all tokens
-    size = max(1, x.shape[1] if is_tracing(x) else _BLOCK * x.shape[1] // max(1, x.numel()))
-    parts = [[None] * -(-x.shape[1] // size) if part is None else part.split(size, dim=1) for part in tensors]
-    return zip(*parts, strict=True)
+    size = length
+    if not is_tracing(x):
+        size = _BLOCK * length // max(1, x.numel())
+    size = max(1, size)
+    for start in range(0, length, size):
+        yield slice(start, start + size)
 
 
 def gated_norm_in_blocks(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    gate: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """`layers.gated_norm` for training on a CPU; `None` where that computes it.
+    """`layers.gated_norm` for training on a CPU, whose gradients have no gradients; `None` where that computes it.
 
     Args:
         x: [B, T, ..., W], float32 or float64: narrow dtypes are computed in float32.
@@ -76,7 +98,8 @@ def gated_norm_in_blocks(
         gate: as `x`.
     """
     is_training = x.device.type == "cpu" and x.ndim > 2 and torch.is_grad_enabled()
-    has_wide_dtypes = x.dtype in (torch.float32, torch.float64) and (gate is None or gate.dtype == x.dtype)
-    if not (is_training and has_wide_dtypes):
+    is_wide = x.dtype in (torch.float32, torch.float64)
+    gate_fits = gate is None or gate.dtype == x.dtype
+    if not (is_training and is_wide and gate_fits):
         return None
     return _GatedNorm.apply(x, weight, gate, epsilon)
