@@ -24,38 +24,47 @@ class _Loss(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, has_backward):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # `needs_input_grad` is true for leaves even under `no_grad`
-        hidden_learns = has_backward and ctx.needs_input_grad[0]
-        weight_learns = has_backward and ctx.needs_input_grad[1]
-        grad_hidden = torch.empty_like(hidden) if hidden_learns else None
-        # wider dtype, since the gradient sums many chunks
-        grad_weight = torch.zeros_like(weight, dtype=wide) if weight_learns else None
-        loss = hidden.new_zeros((), dtype=wide)
+        hidden_learns, weight_learns, *_ = ctx.needs_input_grad
+        grad_hidden = grad_weight = None
+        if has_backward and hidden_learns:
+            grad_hidden = torch.empty_like(hidden)
+        if has_backward and weight_learns:
+            # wider dtype, since the gradient sums many chunks
+            grad_weight = torch.zeros_like(weight, dtype=wide)
         # CPUs make the gradients in the memory of the logits. Chunks have as many of both as the weight has numbers.
-        in_place = hidden.dtype == wide and hidden.device.type == "cpu"
-        chunk = max(1, hidden.shape[-1] // (1 if in_place else 2))
+        in_place = hidden.is_cpu and hidden.dtype == wide
+        chunk = hidden.shape[-1]
+        if not in_place:
+            chunk = max(1, chunk // 2)
+        loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(hidden), chunk):
             tokens = slice(start, start + chunk)
             targets = labels[tokens, None]
             ignored = targets == IGNORED
             targets = targets.masked_fill(ignored, 0)
-            hidden_of_chunk = hidden[tokens].masked_fill(ignored, 0.0)
-            logits = hidden_of_chunk @ weight.mT
-            # of each token, the target's distance to the largest logit
-            below_largest = logits.amax(-1, keepdim=True).to(wide) - logits.gather(-1, targets)
+            hidden_chunk = hidden[tokens].masked_fill(ignored, 0.0)
+            logits = hidden_chunk @ weight.mT
+            largest = logits.amax(-1, keepdim=True).to(wide)
+            below_largest = largest - logits.gather(-1, targets)
             shares = torch.softmax(logits, -1, dtype=wide, out=logits if in_place else None)
             # The largest share is 1 over the sum of exponentials. The target's may be 0 in float32.
             log_largest = shares.amax(-1, keepdim=True).log_()
-            loss += (below_largest - log_largest).masked_fill_(ignored, 0.0).sum()
-            if not (hidden_learns or weight_learns):
+            losses = below_largest - log_largest
+            loss += losses.masked_fill_(ignored, 0.0).sum()
+            if grad_hidden is None and grad_weight is None:
                 continue
+            minus_one = shares.new_full((), -1.0).expand_as(targets)
             # softmax minus one-hot
-            grad_logits = shares.scatter_add_(-1, targets, shares.new_full((), -1.0).expand_as(targets))
+            grad_logits = shares.scatter_add_(-1, targets, minus_one)
             grad_logits = grad_logits.to(hidden.dtype)
-            if hidden_learns:
-                torch.mm(grad_logits, weight, out=grad_hidden[tokens]).masked_fill_(ignored, 0.0)
-            if weight_learns:
-                _add_weight_gradient(grad_weight, grad_logits, hidden_of_chunk)
-        ctx.save_for_backward(grad_hidden, grad_weight, (labels != IGNORED).any())
+            if grad_hidden is not None:
+                grad_chunk = grad_hidden[tokens]
+                torch.mm(grad_logits, weight, out=grad_chunk)
+                grad_chunk.masked_fill_(ignored, 0.0)
+            if grad_weight is not None:
+                _add_weight_gradient(grad_weight, grad_logits, hidden_chunk)
+        is_scored = (labels != IGNORED).any()
+        ctx.save_for_backward(grad_hidden, grad_weight, is_scored)
         ctx.weight_dtype = weight.dtype
         return loss
 
@@ -66,16 +75,22 @@ class _Loss(torch.autograd.Function):
         # a mean over no token scales by 1 / 0, and 0 times that is no gradient
         scale = torch.where(is_scored, scale, 0.0)
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
+            scaled = grad_hidden * scale
+            grad_hidden = scaled.to(grad_hidden.dtype)
         if grad_weight is not None:
             scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            for rows, target in zip(grad_weight.split(_ROWS), scaled.split(_ROWS), strict=True):
-                torch.mul(rows, scale, out=target)
+            rounded_rows = scaled.split(_ROWS)
+            for rows, rounded in zip(grad_weight.split(_ROWS), rounded_rows, strict=True):
+                torch.mul(rows, scale, out=rounded)
             grad_weight = scaled
         return grad_hidden, grad_weight, None, None
 
 
-def _add_weight_gradient(grad_weight: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+def _add_weight_gradient(
+    grad_weight: torch.Tensor,
+    grad_logits: torch.Tensor,
+    hidden: torch.Tensor,
+) -> None:
     """Add `grad_logits^T hidden` of a chunk's tokens to the gradient [V, D], which may be of a wider dtype."""
     if grad_weight.dtype == hidden.dtype:
         grad_weight.addmm_(grad_logits.mT, hidden)
@@ -85,7 +100,11 @@ def _add_weight_gradient(grad_weight: torch.Tensor, grad_logits: torch.Tensor, h
         rows += columns_of_rows.mT @ hidden
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight), labels, reduction="sum")`: nats, float32 (float64 if `hidden` is).
 
     Args:
@@ -95,20 +114,24 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     """
     dtype = operand_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
         if is_compiled():
-            return call("loss", {"hidden": hidden, "weight": weight, "labels": labels}, [], "")[0]
+            tensors = {"hidden": hidden, "weight": weight, "labels": labels}
+            return call("loss", tensors, [], "")[0]
         return _Loss.apply(hidden, weight, labels, torch.is_grad_enabled())
 
 
 def _summed(tensors: dict[str, torch.Tensor], *_) -> list[torch.Tensor]:
     """`linear_cross_entropy` as one operator of a compiled graph."""
-    return [_Loss.apply(*tensors.values(), torch.is_grad_enabled())]
+    loss = _Loss.apply(*tensors.values(), torch.is_grad_enabled())
+    return [loss]
 
 
 def _shape(tensors: dict[str, torch.Tensor], *_) -> list[torch.Tensor]:
     hidden = tensors["hidden"]
-    return [hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return [hidden.new_empty((), dtype=wide)]
 
 
 register("loss", _summed, _shape)
@@ -134,27 +157,35 @@ class HopeHead(nn.Linear):
         super().__init__(width, vocab_size, bias=False)
 
     def forward(
-        self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, weight_learns: bool = True
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        weight_learns: bool = True,
     ) -> torch.Tensor:
         if labels is None:
             return super().forward(hidden_states)
         # The tracer supports none of the checks.
         if not torch.compiler.is_compiling():
             # Other tensor classes than torch's, such as quantised weights, may support no product but `nn.Linear`'s.
-            has_other_weight = type(self.weight).__module__.partition(".")[0] != "torch"
-            if has_other_weight or is_transformed() or asked_kernels() == "plain":
+            package, *_ = type(self.weight).__module__.split(".")
+            if package != "torch" or is_transformed() or asked_kernels() == "plain":
                 return summed_cross_entropy(super().forward(hidden_states), labels)
         # the loss would make the weight's gradient at once
         weight = self.weight if weight_learns else self.weight.detach()
-        return linear_cross_entropy(hidden_states.flatten(0, -2), weight, labels.flatten())
+        tokens = hidden_states.flatten(0, -2)
+        return linear_cross_entropy(tokens, weight, labels.flatten())
 
     def mean_loss(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
         """The result of transformers' `loss_function`, computed without the logits of all tokens."""
-        labels = (next_labels(labels) if shift_labels is None else shift_labels).to(hidden_states.device)
-        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        if isinstance(count, torch.Tensor):
+        if shift_labels is None:
+            shift_labels = next_labels(labels)
+        shift_labels = shift_labels.to(hidden_states.device)
+        count = num_items_in_batch
+        if count is None:
+            count = (shift_labels != IGNORED).sum()
+        elif isinstance(count, torch.Tensor):
             count = count.to(hidden_states.device)
-        return self(hidden_states, labels) / count
+        return self(hidden_states, shift_labels) / count
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:

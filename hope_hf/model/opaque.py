@@ -7,8 +7,8 @@ that depend on the values of tensors, and autograd differentiates it.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -35,12 +35,23 @@ def register(name: str, run: Callable, shapes: Callable) -> None:
     _FUNCTIONS[name] = Opaque(run, shapes)
 
 
-def call(name: str, tensors: dict[str, torch.Tensor | None], sizes: list[int], options: str) -> list[torch.Tensor]:
+def call(
+    name: str,
+    tensors: dict[str, torch.Tensor | None],
+    sizes: list[int],
+    options: str,
+) -> list[torch.Tensor]:
     """The results of the function of that name; tensors that are `None` are left out."""
-    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    has_gradients = torch.is_grad_enabled()
-    needs = [has_gradients and tensor.requires_grad for tensor in present.values()]
-    *results, _ = _run(name, list(present.values()), ",".join(present), sizes, options, needs)
+    names = []
+    present = []
+    needs_gradient = []
+    for tensor_name, tensor in tensors.items():
+        if tensor is not None:
+            names.append(tensor_name)
+            present.append(tensor)
+            needs_gradient.append(torch.is_grad_enabled() and tensor.requires_grad)
+    joined_names = ",".join(names)
+    *results, _ = _run(name, present, joined_names, sizes, options, needs_gradient)
     return results
 
 
@@ -48,27 +59,42 @@ def named_tuple(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple | 
     """The NamedTuple whose fields are among the tensors, or `None`."""
     if kind._fields[0] not in tensors:
         return None
-    return kind(*(tensors[name] for name in kind._fields))
+    return kind(*map(tensors.get, kind._fields))
 
 
 @contextmanager
-def _recording(records: bool):
+def _autograd(records: bool) -> Iterator[None]:
     """Autograd inside of an operator, where torch leaves it out."""
-    with ExitStack() as stack:
-        for key in ("AutogradFunctionality", "ADInplaceOrView"):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, key), False))
-        stack.enter_context(torch.set_grad_enabled(records))
+    leave_out = torch._C._SetExcludeDispatchKeyGuard
+    keys = torch._C.DispatchKey
+    with (
+        leave_out(keys.AutogradFunctionality, False),
+        leave_out(keys.ADInplaceOrView, False),
+        torch.set_grad_enabled(records),
+    ):
         yield
 
 
-def _record(name, tensors, names, sizes, options, needs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _record(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    names: str,
+    sizes: Sequence[int],
+    options: str,
+    needs_gradient: Sequence[bool],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that need a gradient, and the results, with autograd's graph between the two."""
-    leaves = {}
-    with _recording(any(needs)), torch.autocast(tensors[0].device.type, enabled=False):
-        for key, tensor, need in zip(names.split(","), tensors, needs, strict=True):
-            leaves[key] = tensor.detach().requires_grad_(need)
-        results = _FUNCTIONS[name].run(leaves, sizes, options)
-    return [leaf for leaf in leaves.values() if leaf.requires_grad], results
+    arguments = {}
+    leaves = []
+    device = tensors[0].device.type
+    with _autograd(any(needs_gradient)), torch.autocast(device, enabled=False):
+        for tensor_name, tensor, needed in zip(names.split(","), tensors, needs_gradient, strict=True):
+            argument = tensor.detach().requires_grad_(needed)
+            arguments[tensor_name] = argument
+            if needed:
+                leaves.append(argument)
+        results = _FUNCTIONS[name].run(arguments, sizes, options)
+    return leaves, results
 
 
 # An operator of any name that `torch.compile` splits CUDA graphs at, since it reads sizes from the device.
@@ -79,21 +105,26 @@ def _run(
     names: str,
     sizes: Sequence[int],
     options: str,
-    needs: Sequence[bool],
+    needs_gradient: Sequence[bool],
 ) -> list[torch.Tensor]:
     """The results, and an empty tensor that carries autograd's graph to the backward pass."""
-    leaves, results = _record(name, tensors, names, sizes, options, needs)
+    leaves, results = _record(name, tensors, names, sizes, options, needs_gradient)
     carrier = tensors[0].new_empty(0)
     if leaves:
         carrier.recorded = leaves, results
-    return [*(result.detach().contiguous() for result in results), carrier]
+    outputs = [result.detach().contiguous() for result in results]
+    outputs.append(carrier)
+    return outputs
 
 
 @_run.register_fake
-def _(name, tensors, names, sizes, options, needs):
-    results = _FUNCTIONS[name].shapes(dict(zip(names.split(","), tensors, strict=True)), sizes, options)
+def _(name, tensors, names, sizes, options, needs_gradient):
+    arguments = dict(zip(names.split(","), tensors, strict=True))
+    results = _FUNCTIONS[name].shapes(arguments, sizes, options)
     # made anew, since a tensor that stands twice in the list would be one result to the graph
-    return [*(result.new_empty(result.shape) for result in results), tensors[0].new_empty(0)]
+    outputs = [result.new_empty(result.shape) for result in results]
+    outputs.append(tensors[0].new_empty(0))
+    return outputs
 
 
 @torch.library.custom_op(f"{_SPACE}::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -103,45 +134,62 @@ def _differentiate(
     names: str,
     sizes: Sequence[int],
     options: str,
-    needs: Sequence[bool],
+    needs_gradient: Sequence[bool],
     carrier: torch.Tensor,
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """Gradients of the tensors that need one."""
     # A second backward pass, or a backend that made another tensor of the carrier, runs the function again.
     recorded = carrier.__dict__.pop("recorded", None)
-    leaves, results = recorded or _record(name, tensors, names, sizes, options, needs)
-    outputs, grad_outputs = [], []
+    if recorded is None:
+        recorded = _record(name, tensors, names, sizes, options, needs_gradient)
+    leaves, results = recorded
+    outputs = []
+    grad_outputs = []
     for result, gradient in zip(results, gradients, strict=True):
         # a result may depend on none of the tensors that need one
         if gradient is not None and result.requires_grad:
             outputs.append(result)
             grad_outputs.append(gradient)
-    with _recording(True):
-        grad_leaves = torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True, materialize_grads=True)
+    with _autograd(True):
+        grad_leaves = torch.autograd.grad(
+            outputs,
+            leaves,
+            grad_outputs,
+            allow_unused=True,
+            materialize_grads=True,
+        )
     return [gradient.contiguous() for gradient in grad_leaves]
 
 
 @_differentiate.register_fake
-def _(name, tensors, names, sizes, options, needs, carrier, gradients):
-    return [tensor.new_empty(tensor.shape) for tensor, need in zip(tensors, needs, strict=True) if need]
+def _(name, tensors, names, sizes, options, needs_gradient, carrier, gradients):
+    grad_leaves = []
+    for tensor, needed in zip(tensors, needs_gradient, strict=True):
+        if needed:
+            grad_leaves.append(tensor.new_empty(tensor.shape))
+    return grad_leaves
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.name, tensors, ctx.names, ctx.sizes, ctx.options, ctx.needs = inputs
+    name, tensors, *ctx.description = inputs
+    ctx.name = name
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[-1])
+    carrier = output[-1]
+    ctx.save_for_backward(*tensors, carrier)
 
 
 def _backward(ctx, gradients):
     *tensors, carrier = ctx.saved_tensors
-    found = _differentiate(
-        ctx.name, tensors, ctx.names, ctx.sizes, ctx.options, ctx.needs, carrier, list(gradients[:-1])
-    )
-    remaining = iter(found)
-    grad_tensors = [next(remaining) if need else None for need in ctx.needs]
+    _, sizes, _, needs_gradient = ctx.description
+    grad_results = list(gradients[:-1])
+    grad_leaves = _differentiate(ctx.name, tensors, *ctx.description, carrier, grad_results)
+    remaining = iter(grad_leaves)
+    grad_tensors = []
+    for needed in needs_gradient:
+        grad_tensors.append(next(remaining) if needed else None)
     # torch takes an empty list of numbers for one of tensors
-    grad_sizes = None if ctx.sizes else []
+    grad_sizes = None if sizes else []
     return None, grad_tensors, None, grad_sizes, None, None
 
 
