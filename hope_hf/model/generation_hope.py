@@ -37,9 +37,12 @@ def create_generation_masks(
     """
     masks = {}
     if config.keeps_state:
-        # copied, since slices of the growing mask have other strides every time, and each would compile another graph
-        local = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-        masks["columns"] = None if local is None else local.clone(memory_format=torch.contiguous_format)
+        columns = attention_mask
+        if columns is not None:
+            columns = columns[:, -inputs_embeds.shape[1] :]
+            # copied, since slices of the growing mask have other strides every time, each of another compiled graph
+            columns = columns.clone(memory_format=torch.contiguous_format)
+        masks["columns"] = columns
     if config.attention_layer is not None:
         masks["attention"] = create_causal_mask(
             config, inputs_embeds, attention_mask, cache, position_ids, layer_idx=config.attention_layer
@@ -110,17 +113,11 @@ class HopeGenerationMixin(GenerationMixin):
         tokens = tokens[:, prompt.length : -1]
         if not tokens.shape[1]:
             return
-        ended = torch.zeros_like(tokens) if prompt.ends is None else torch.isin(tokens, prompt.ends).long()
-        # a row goes on with padding after its end token, or after another criterion has stopped it
-        real = ended.cumsum(1) - ended == 0
-        if prompt.padding is not None and len(tokens) > 1:
-            padding = (tokens == prompt.padding).flip(1).cumprod(1).flip(1).bool()
-            real &= ~padding | ended.bool()
-        real = real.to(prompt.mask.dtype)
+        is_real = prompt.is_real(tokens).to(prompt.mask.dtype)
         cache.rollback(prompt.snapshot)
         self(
             tokens,
-            attention_mask=torch.cat([prompt.mask, real], dim=1),
+            attention_mask=torch.cat([prompt.mask, is_real], dim=1),
             cache=cache,
             learn=True,
             logits_to_keep=1,
@@ -131,17 +128,7 @@ class HopeGenerationMixin(GenerationMixin):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         check_inputs(self.config, **{name: inputs})
         mask = model_kwargs.get("attention_mask")
-        told = [*boundaries_of(model_kwargs)]
-        if mask is not None and (getattr(mask, "ndim", 4) != 2 or check_mask_values(mask)):
-            told += ["attention_mask"]
-        elif (positions := model_kwargs.get("position_ids")) is not None:
-            real = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]
-            told += ["position_ids"] * bool(later_begins(real, positions).any())
-        if told:
-            raise ValueError(
-                f"generate goes on with one text a row, and {' and '.join(told)} would tell several: give every "
-                "document a row of its own, with an attention_mask of 1 for tokens and 0 for padding"
-            )
+        _require_one_text(mask, model_kwargs)
         if mask is not None:
             model_kwargs["attention_mask"] = _with_columns_read(mask, inputs, model_kwargs.get(CACHE_NAME))
         return inputs, name, model_kwargs
@@ -151,15 +138,18 @@ class HopeGenerationMixin(GenerationMixin):
         return _with_columns_read(mask, inputs_tensor, model_kwargs.get(CACHE_NAME))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        is_given = model_kwargs.get(CACHE_NAME) is not None
+        has_cache = model_kwargs.get(CACHE_NAME) is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        made = model_kwargs.get(CACHE_NAME)
+        if has_cache or generation_config.is_assistant:
+            return
+        cache = model_kwargs.get(CACHE_NAME)
         # for the caller, who gets it with `return_dict_in_generate` and may save it
-        if type(made) is DynamicCache and not (is_given or made.offloading or generation_config.is_assistant):
+        if type(cache) is DynamicCache and not cache.offloading:
             model_kwargs[CACHE_NAME] = HopeCache(self.config)
 
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
-        cache, inputs = kwargs.get(CACHE_NAME), kwargs.get("input_ids")
+        cache = kwargs.get(CACHE_NAME)
+        inputs = kwargs.get("input_ids")
         # beams and samples of a text go on from its row; a caller may have repeated the rows
         if expand_size > 1 and inputs is not None and getattr(cache, "num_sequences", 0) == len(inputs):
             cache.batch_repeat_interleave(expand_size)
@@ -169,28 +159,34 @@ class HopeGenerationMixin(GenerationMixin):
         prompt = model_kwargs.pop("learn", None)
         if prompt is None:
             return self._prefill_in_chunks(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        given = model_kwargs | {"learn": prompt.learn}
-        outputs = self._prefill_in_chunks(input_ids, generation_config, given, *args, **kwargs)
+        learning_kwargs = model_kwargs | {"learn": prompt.learn}
+        outputs = self._prefill_in_chunks(input_ids, generation_config, learning_kwargs, *args, **kwargs)
         prompt.end(input_ids, generation_config, model_kwargs)
         return outputs
 
     def _prefill_in_chunks(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        size, cache = generation_config.prefill_chunk_size, model_kwargs.get(CACHE_NAME)
-        read = 0 if size is None or cache is None or _CHUNKS_FOLLOW_A_CACHE else int(cache.get_seq_length())
+        size = generation_config.prefill_chunk_size
+        cache = model_kwargs.get(CACHE_NAME)
+        read = 0
+        if not (size is None or cache is None or _CHUNKS_FOLLOW_A_CACHE):
+            read = int(cache.get_seq_length())
         if not read:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        by_column = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
-        mask = by_column["attention_mask"]
+        mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.shape == input_ids.shape:
             # the input is the whole text
             input_ids = input_ids[:, read:]
         at_once = copy.copy(generation_config)
         at_once.prefill_chunk_size = None
-        later = input_ids.shape[1]
+        remaining = input_ids.shape[1]
         for chunk in input_ids.split(size, dim=1):
-            later -= chunk.shape[1]
-            cut = {name: x if x is None else x[:, : x.shape[1] - later] for name, x in by_column.items()}
-            outputs = super()._prefill(chunk, at_once, model_kwargs | cut, *args, **kwargs)
+            remaining -= chunk.shape[1]
+            chunk_kwargs = dict(model_kwargs)
+            for name in ("attention_mask", "position_ids"):
+                columns = model_kwargs.get(name)
+                if columns is not None:
+                    chunk_kwargs[name] = columns[:, : columns.shape[1] - remaining]
+            outputs = super()._prefill(chunk, at_once, chunk_kwargs, *args, **kwargs)
         return outputs
 
 
@@ -210,12 +206,47 @@ class _Prompt:
 
     def end(self, input_ids, generation_config, model_kwargs) -> None:
         """Remember the prompt's end; `model_kwargs` are those of the first new token."""
-        cache, mask = model_kwargs[CACHE_NAME], model_kwargs.get("attention_mask")
-        if mask is None:
-            mask = input_ids.new_ones(len(input_ids), int(cache.get_seq_length()))
-        self.length, self.mask, self.beams = input_ids.shape[1], mask, generation_config.num_beams or 1
-        self.ends, self.padding = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+        cache = model_kwargs[CACHE_NAME]
+        self.length = input_ids.shape[1]
+        self.mask = model_kwargs.get("attention_mask")
+        if self.mask is None:
+            self.mask = input_ids.new_ones(len(input_ids), int(cache.get_seq_length()))
+        self.beams = generation_config.num_beams or 1
+        self.ends = generation_config._eos_token_tensor
+        self.padding = generation_config._pad_token_tensor
         self.snapshot = cache.snapshot()
+
+    def is_real(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Whether each generated token [B, T] is one, and not the padding behind a row's end."""
+        ended = torch.zeros_like(tokens)
+        if self.ends is not None:
+            ended = torch.isin(tokens, self.ends).long()
+        real = ended.cumsum(1) - ended == 0
+        if self.padding is not None and len(tokens) > 1:
+            # another criterion than an end token may have stopped the row
+            is_padding = tokens == self.padding
+            padding_to_the_end = is_padding.flip(1).cumprod(1).flip(1).bool()
+            real &= ~padding_to_the_end | ended.bool()
+        return real
+
+
+def _require_one_text(mask: torch.Tensor | None, model_kwargs: dict) -> None:
+    """ValueError if the mask or other arguments of `generate` mark several documents in a row."""
+    markers = list(boundaries_of(model_kwargs))
+    position_ids = model_kwargs.get("position_ids")
+    if mask is not None and (getattr(mask, "ndim", 4) != 2 or check_mask_values(mask)):
+        markers.append("attention_mask")
+    elif position_ids is not None:
+        real = torch.ones_like(position_ids)
+        if mask is not None:
+            real = mask[:, -position_ids.shape[1] :]
+        if bool(later_begins(real, position_ids).any()):
+            markers.append("position_ids")
+    if markers:
+        raise ValueError(
+            f"generate goes on with one text a row, and {' and '.join(markers)} would tell several: give every "
+            "document a row of its own, with an attention_mask of 1 for tokens and 0 for padding"
+        )
 
 
 def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:

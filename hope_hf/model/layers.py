@@ -105,7 +105,11 @@ class Mixer:
 
 
 def gated_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None = None, kernels: str = "auto"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    gate: torch.Tensor | None = None,
+    kernels: str = "auto",
 ) -> torch.Tensor:
     """`rms_norm(x)` in the dtype of `x`, times `silu(gate)` in the gate's; `x` and `gate` are [B, T, ..., W].
 
@@ -118,7 +122,9 @@ def gated_norm(
         if normed is not None:
             return normed
     normed = F.rms_norm(x, x.shape[-1:], weight, epsilon)
-    return normed if gate is None else normed.to(gate.dtype) * F.silu(gate)
+    if gate is None:
+        return normed
+    return normed.to(gate.dtype) * F.silu(gate)
 
 
 class HopeRMSNorm(nn.Module):
@@ -169,19 +175,22 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, heads: int):
         super().__init__()
-        self.heads, self.own = heads, 1.0
-        self.weight = nn.Parameter(torch.empty(heads * config.head_dim, 1, config.conv_kernel_size))
+        self.heads = heads
+        self.own = 1.0
+        weight = torch.empty(heads * config.head_dim, 1, config.conv_kernel_size)
+        self.weight = nn.Parameter(weight)
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
         weight = self.weight.to(dtype, copy=True)
-        # [H D, 1, K] to [K, H, D]
-        return weight.view(self.heads, -1, weight.shape[-1]).permute(2, 0, 1)
+        by_head = weight.view(self.heads, -1, weight.shape[-1])
+        return by_head.permute(2, 0, 1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Uniform between -1/sqrt(K) and 1/sqrt(K)."""
         size = self.weight.shape[-1]
-        weight = torch.empty_like(self.weight).uniform_(-(size**-0.5), size**-0.5)
+        bound = size**-0.5
+        weight = torch.empty_like(self.weight).uniform_(-bound, bound)
         if size > 1:
             weight[..., -1] *= self.own
         init.copy_(self.weight, weight)
@@ -189,7 +198,9 @@ class ShortConvolution(nn.Module):
 
 def one_token_later(weight: torch.Tensor) -> torch.Tensor:
     """Weights [..., K] of a convolution that gives at a token what `weight` gives at the next one, but for its own."""
-    return weight if weight.shape[-1] == 1 else F.pad(weight[..., :-1], (1, 0))
+    if weight.shape[-1] == 1:
+        return weight
+    return F.pad(weight[..., :-1], (1, 0))
 
 
 def with_tail(raw: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
@@ -206,12 +217,16 @@ def with_tail(raw: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.T
 def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
     """The last K - 1 inputs [b, K - 1, X] after a span, from its padded inputs [b, K - 1 + C, X]."""
     if span.tail_out is None:
-        return padded[:, padded.shape[1] - tail.shape[1] :]
+        length = padded.shape[1] - tail.shape[1]
+        return padded[:, length:]
     return padded.gather(1, span.tail_out.expand_as(tail))
 
 
 def convolve(
-    raw: torch.Tensor, tail: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan
+    raw: torch.Tensor,
+    tail: torch.Tensor,
+    conv_weights: torch.Tensor,
+    span: ChunkSpan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution within each document [b, C, X], and the tail for the next span.
 
@@ -220,7 +235,8 @@ def convolve(
         tail: last inputs before the span [b, K - 1, X].
         conv_weights: [K, b or 1, 1, X], the oldest token's first.
     """
-    tail_size, length = tail.shape[1], raw.shape[1]
+    tail_size = tail.shape[1]
+    length = raw.shape[1]
     padded = with_tail(raw, tail, span)
     mixed = conv_weights[tail_size] * padded[:, tail_size:]
     for k in range(tail_size):
