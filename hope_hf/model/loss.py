@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .backends import asked_kernels, is_compiled, is_transformed, operand_dtype
-from .opaque import call, register
+from .opaque import Tensors, call, register
 
 IGNORED = -100
 # Rows of the weight's gradient per step: torch holds a second float32 copy of the rows that are summed or rounded.
@@ -122,13 +122,13 @@ def linear_cross_entropy(
         return _Loss.apply(hidden, weight, labels, torch.is_grad_enabled())
 
 
-def _summed(tensors: dict[str, torch.Tensor], *_) -> list[torch.Tensor]:
+def _summed(tensors: Tensors, *_) -> list[torch.Tensor]:
     """`linear_cross_entropy` as one operator of a compiled graph."""
     loss = _Loss.apply(*tensors.values(), torch.is_grad_enabled())
     return [loss]
 
 
-def _shape(tensors: dict[str, torch.Tensor], *_) -> list[torch.Tensor]:
+def _shape(tensors: Tensors, *_) -> list[torch.Tensor]:
     hidden = tensors["hidden"]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return [hidden.new_empty((), dtype=wide)]

@@ -13,14 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-# what a function gets: its tensors by name, numbers that may differ from call to call, and a description of the rest
-Arguments = tuple[dict[str, torch.Tensor], Sequence[int], str]
+# by name
+Tensors = dict[str, torch.Tensor]
 # every copy of this code has its own operators
 _SPACE = re.sub(r"\W", "_", __name__)
 
 
 class Opaque(NamedTuple):
-    """A function of `Arguments`, which returns tensors that share no memory with its arguments or one another."""
+    """A function of tensors, of numbers that may differ from call to call, and of a description of the rest.
+
+    It returns tensors that share no memory with its arguments or one another.
+    """
 
     run: Callable[..., list[torch.Tensor]]
     # the same arguments; tensors with the shapes and dtypes of the results
@@ -55,7 +58,7 @@ def call(
     return results
 
 
-def named_tuple(kind: type[tuple], tensors: dict[str, torch.Tensor]) -> tuple | None:
+def named_tuple(kind: type[tuple], tensors: Tensors) -> tuple | None:
     """The NamedTuple whose fields are among the tensors, or `None`."""
     if kind._fields[0] not in tensors:
         return None

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from .attention import HopeAttention, rotary_reach
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
-from .opaque import call, named_tuple, register
+from .opaque import Tensors, call, named_tuple, register
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
@@ -458,7 +458,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.bmm(queries, keys.transpose(1, 2))
 
 
-def _run(tensors: dict[str, torch.Tensor], sizes: list[int], dropout: str) -> list[torch.Tensor]:
+def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[torch.Tensor]:
     """`read_window` as one operator of a compiled graph (`opaque`)."""
     columns, need_state, sinks, window = sizes
     queries = tensors["queries"]
@@ -482,7 +482,7 @@ def _run(tensors: dict[str, torch.Tensor], sizes: list[int], dropout: str) -> li
     return [reads, *(after or ())]
 
 
-def _shapes(tensors: dict[str, torch.Tensor], sizes: list[int], _) -> list[torch.Tensor]:
+def _shapes(tensors: Tensors, sizes: list[int], _) -> list[torch.Tensor]:
     _, need_state, sinks, window = sizes
     values = tensors["values"]
     reads = values.new_empty(tensors["queries"].shape)
