@@ -295,16 +295,16 @@ MUTANTS = [
     Mutant(
         "parts of a model cut too small",
         "plan/memory.py",
-        "return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) * each(w) for w in shapes.weights)",
-        "return sum(w.shape[0] // parts * (w.count // w.shape[0]) * each(w) for w in shapes.weights)",
+        "count = count // rows * _largest_part(rows, parts)",
+        "count = count // rows * (rows // parts)",
         "tests/plan/test_memory.py",
     ),
     # evaluation and conversion
     Mutant(
         "windows of an evaluation one token off",
         "evaluation/streams.py",
-        "rows = [input_ids[start : start + window] for start in range(0, count * stride, stride)]",
-        "rows = [input_ids[start : start + window - 1] for start in range(0, count * stride, stride)]",
+        "rows.append(input_ids[start : start + window])",
+        "rows.append(input_ids[start : start + window - 1])",
         "tests/evaluation/test_streams.py",
     ),
     Mutant(

@@ -1,9 +1,10 @@
 """Decides for every parameter its update rule, its period and its weight decay; the only place that does."""
 
 import json
-import stat
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -14,6 +15,8 @@ from .rules import RULES
 LR_FACTOR_MAX = 4.0
 # Settings of a level's optimizer that differ from the run's.
 FLAG = "--level_optimizers"
+# Sorts before the fastest level, 0.
+NO_LEVEL = -1
 # The same bound as for the flags of the run: products of rates and decays stay within float32.
 _LARGEST = 10**9
 _MOST_BYTES = 1 << 20
@@ -60,37 +63,52 @@ def build_optimizer(
     if name not in RULES:
         raise ValueError(f"--optimizer is {name!r}: use {' or '.join(RULES)}.")
     periods, level_of = _levels(model)
-    options = parse_level_optimizers(level_optimizers)
+    options = defaultdict(LevelOptions, parse_level_optimizers(level_optimizers))
     _check_levels(options, periods)
-    factors = _rate_factors(periods, options, tokens_per_step)
+    periods[NO_LEVEL] = 0
     kinds = _Kinds(model)
-    groups: dict[tuple, dict] = {}
+    members: dict[_Group, list[nn.Parameter]] = defaultdict(list)
     for parameter_name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        level = level_of.get(parameter)
-        of_level = options.get(level, LevelOptions())
-        decays = kinds.decays(parameter_name, parameter)
-        rule = kinds.rule(parameter_name, parameter, of_level.optimizer or name)
-        is_vector = vector_learning_rate is not None and kinds.is_vector(parameter_name, parameter)
-        # Matrices first: the first group's rate is the one that is logged.
-        key = (-1 if level is None else level, is_vector, rule, decays)
-        if key not in groups:
-            period = periods.get(level, 0)
-            rate = vector_learning_rate if is_vector else learning_rate
-            decay = weight_decay if of_level.weight_decay is None else of_level.weight_decay
-            groups[key] = {
-                "params": [],
-                "optimizer": rule,
-                "level": level,
-                "period_tokens": period,
-                "period_steps": period_steps(period, tokens_per_step),
-                "lr": rate * factors.get(level, 1.0),
-                "weight_decay": decay if decays else 0.0,
-                **RULES[rule].settings(of_level.betas or betas, eps),
-            }
-        groups[key]["params"].append(parameter)
-    return LevelClock([groups[key] for key in sorted(groups)])
+        if parameter.requires_grad:
+            level = level_of.get(parameter, NO_LEVEL)
+            rule = options[level].optimizer or name
+            is_vector = vector_learning_rate is not None and kinds.is_vector(parameter_name, parameter)
+            group = _Group(
+                level=level,
+                is_vector=is_vector,
+                rule=kinds.rule(parameter_name, parameter, rule),
+                decays=kinds.decays(parameter_name, parameter),
+            )
+            members[group].append(parameter)
+    groups = []
+    for group in sorted(members):
+        level_options = options[group.level]
+        period = periods[group.level]
+        rate = vector_learning_rate if group.is_vector else learning_rate
+        decay = weight_decay if level_options.weight_decay is None else level_options.weight_decay
+        clock = {
+            "params": members[group],
+            "optimizer": group.rule,
+            "level": None if group.level == NO_LEVEL else group.level,
+            "period_tokens": period,
+            "period_steps": period_steps(period, tokens_per_step),
+            "lr": rate * _rate_factor(group.level, periods, level_options, tokens_per_step),
+            "weight_decay": decay if group.decays else 0.0,
+        }
+        groups.append(clock | RULES[group.rule].settings(level_options.betas or betas, eps))
+    return LevelClock(groups)
+
+
+class _Group(NamedTuple):
+    """What the parameters of a group have in common, in the order of the groups.
+
+    Matrices come before vectors: the first group's rate is the one that is logged.
+    """
+
+    level: int
+    is_vector: bool
+    rule: str
+    decays: bool
 
 
 def _check_levels(options: dict[int, "LevelOptions"], periods: dict[int, int]) -> None:
@@ -102,19 +120,16 @@ def _check_levels(options: dict[int, "LevelOptions"], periods: dict[int, int]) -
             raise ValueError(f"{FLAG} names level {level}, but this model has levels 0 to {max(periods)}.")
 
 
-def _rate_factors(
-    periods: dict[int, int], options: dict[int, "LevelOptions"], tokens_per_step: int
-) -> dict[int, float]:
-    """By what the learning rate of each level is multiplied."""
+def _rate_factor(level: int, periods: dict[int, int], options: "LevelOptions", tokens_per_step: int) -> float:
+    """By what the learning rate of a level is multiplied."""
+    if level == NO_LEVEL:
+        return 1.0
+    if options.lr_factor is not None:
+        return options.lr_factor
     # A period below one step's tokens lasts one step: it averages as many gradients as the fastest level.
-    lengths = {level: max(period, tokens_per_step) for level, period in periods.items()}
-    factors = {}
-    for level, length in lengths.items():
-        factor = options.get(level, LevelOptions()).lr_factor
-        if factor is None:
-            factor = min(LR_FACTOR_MAX, (length / lengths[min(lengths)]) ** 0.5)
-        factors[level] = factor
-    return factors
+    length = max(periods[level], tokens_per_step)
+    length_of_fastest = max(periods[0], tokens_per_step)
+    return min(LR_FACTOR_MAX, (length / length_of_fastest) ** 0.5)
 
 
 def rules_of(model: nn.Module, name: str) -> dict[str, str]:
@@ -151,7 +166,7 @@ def _levels(model: nn.Module) -> tuple[dict[int, int], dict[nn.Parameter, int]]:
         if hasattr(module, "level") and hasattr(module, "period"):
             period = periods.setdefault(module.level, module.period)
             assert period == module.period, "a level has one period"
-            level_of.update(dict.fromkeys(module.parameters(), module.level))
+            level_of |= dict.fromkeys(module.parameters(), module.level)
     return periods, level_of
 
 
@@ -163,12 +178,11 @@ class _Kinds:
         self.not_matrix: set[nn.Parameter] = set()
         for module in model.modules():
             parameters = dict(module.named_parameters(remove_duplicate=False))
-            for name in getattr(module, "_no_weight_decay", ()):
-                # A listed parameter of an option that is switched off does not exist.
-                if name in parameters:
-                    self.exempt.add(parameters[name])
             if getattr(module, "is_initial_state", False):
                 self.exempt.update(parameters.values())
+            # A listed parameter of an option that is switched off does not exist.
+            listed = parameters.keys() & getattr(module, "_no_weight_decay", ())
+            self.exempt.update(map(parameters.get, listed))
             if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
                 self.not_matrix.update(module.parameters(recurse=False))
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -189,16 +203,17 @@ class _Kinds:
             return rule
         # A depthwise convolution [channels, 1, width] outside a convolution module is a stack of vectors.
         is_stack_of_vectors = min(parameter.shape[-2:], default=1) == 1
-        is_matrix = self.decays(name, parameter) and parameter not in self.not_matrix and not is_stack_of_vectors
-        return rule if is_matrix else "adamw"
+        if is_stack_of_vectors or parameter in self.not_matrix or not self.decays(name, parameter):
+            return "adamw"
+        return rule
 
 
 def _is_flat(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter has one axis, or is a norm or a bias (which has a row for each head)."""
-    module, _, last_name = name.rpartition(".")
-    module_name = module.rpartition(".")[2]
-    is_norm = "norm" in last_name.lower() or "norm" in module_name.lower()
-    is_bias = last_name == "bias" or last_name.endswith("_bias")
+    # Its own name and that of its module.
+    last_names = name.lower().split(".")[-2:]
+    is_norm = "norm" in " ".join(last_names)
+    is_bias = last_names[-1] == "bias" or last_names[-1].endswith("_bias")
     return parameter.ndim < 2 or is_norm or is_bias
 
 
@@ -234,8 +249,9 @@ def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]
     if not isinstance(source, dict):
         raise ValueError(f'{FLAG} is a {type(source).__name__}: give an object keyed by level, {{"0": {{...}}}}.')
     options = {}
-    for level, entry in source.items():
-        if not str(level).isdecimal() or len(str(level)) > 9:
+    for key, entry in source.items():
+        level = str(key)
+        if not level.isdecimal() or len(level) > 9:
             raise ValueError(f'{FLAG} has the level "{level}": give its number, 0 for the fastest.')
         if not isinstance(entry, dict):
             raise ValueError(f'{FLAG} has {json.dumps(entry)} for level {level}: give an object, {{"lr_factor": 2}}.')
@@ -247,23 +263,24 @@ def parse_level_optimizers(source: str | dict | None) -> dict[int, LevelOptions]
 
 def _read_json(source: str) -> object:
     """The value of JSON text, or of the file of that path."""
-    what, text = FLAG, source
-    if not source.lstrip().startswith(("{", "[")):
-        what, text = f"{FLAG} {source}", _read_file(source)
+    is_text = source.lstrip().startswith(("{", "["))
+    text = source if is_text else _read_file(source)
     try:
         return json.loads(text)
     # ValueError: not JSON, or a number of thousands of digits; RecursionError: thousands of nested brackets.
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not JSON ({error}): fix the text there.") from error
+        place = FLAG if is_text else f"{FLAG} {source}"
+        raise ValueError(f"{place} is not JSON ({error}): fix the text there.") from error
 
 
 def _read_file(path: str) -> str:
+    file = Path(path)
     try:
+        size = file.stat().st_size
         # Opening a pipe would block for ever.
-        status = Path(path).stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+        if not file.is_file() or size > _MOST_BYTES:
             raise OSError(f"it is no file of at most {_MOST_BYTES:,} bytes")
-        return Path(path).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{FLAG} {path} cannot be read ({error}): give JSON text or the path of a JSON file."
@@ -277,9 +294,10 @@ def _level_options(level: str, entry: dict) -> LevelOptions:
         is_allowed, allowed = _ALLOWED[key]
         if not is_allowed(value):
             raise ValueError(f"{FLAG} has {key} {json.dumps(value)} for level {level}: give {allowed}.")
-    if "betas" in entry:
-        entry = entry | {"betas": tuple(entry["betas"])}
-    return LevelOptions(**entry)
+    options = LevelOptions(**entry)
+    if options.betas is None:
+        return options
+    return replace(options, betas=tuple(options.betas))
 
 
 def _is_rule(value: object) -> bool:
@@ -297,7 +315,7 @@ def _is_decay(value: object) -> bool:
 
 def _are_betas(value: object) -> bool:
     is_pair = isinstance(value, list | tuple) and len(value) == 2
-    return is_pair and all(_is_decay(beta) and beta < 1 for beta in value)
+    return is_pair and all(map(_is_decay, value)) and max(value) < 1
 
 
 # A check of each key's value, and the description of an allowed value.

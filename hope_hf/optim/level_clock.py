@@ -113,7 +113,8 @@ class LevelClock(torch.optim.Optimizer):
             state["tick"] = torch.zeros((), dtype=torch.int64)
             wide = torch.promote_types(parameter.dtype, torch.float32)
             state["gradient_sum"] = torch.zeros_like(parameter, dtype=wide)
-        state |= RULES[group["optimizer"]].initial_state(parameter)
+        for name in RULES[group["optimizer"]].state_names:
+            state[name] = torch.zeros_like(parameter)
         self.state[parameter] = state
         return state
 

@@ -54,8 +54,10 @@ class Weight:
         """
         if not self.is_trained:
             return 0
-        waits = period_steps(self.period, tokens_per_step) > 1
-        return RULES[self.rules[optimizer]].state_bytes + (4 if waits else 0)
+        num_tensors = len(RULES[self.rules[optimizer]].state_names)
+        if period_steps(self.period, tokens_per_step) > 1:
+            num_tensors += 1
+        return 4 * num_tensors
 
 
 @dataclass(frozen=True)

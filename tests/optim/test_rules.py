@@ -103,10 +103,14 @@ def test_delta_momentum_equals_equations_49_and_52():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_states_the_bytes_of_its_state(name):
-    parameter = torch.zeros(2, 4, 8)
-    tensors = RULES[name].initial_state(parameter).values()
-    assert sum(tensor.nbytes for tensor in tensors) == RULES[name].state_bytes * parameter.numel()
+def test_a_rule_names_the_tensors_of_its_state(name):
+    parameter = torch.nn.Parameter(torch.zeros(2, 4, 8))
+    optimizer = clock_of(name, parameter)
+    parameter.grad = torch.ones(2, 4, 8)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    assert set(state) == {"step", *RULES[name].state_names}
+    assert all(state[tensor].shape == parameter.shape for tensor in RULES[name].state_names)
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)
