@@ -45,8 +45,10 @@ class Mode:
     def norm(self, width: int, is_fused: bool = False) -> int:
         """Bytes per token: input, normalised input and output of an RMS norm; fused, without the normalised input."""
         # Under autocast the linear layers that read the output keep their casts instead.
-        kept = 12 * width if self == FP32 else 8 * width
-        return kept - 4 * width if is_fused and self != CAST else kept
+        kept = 12 if self == FP32 else 8
+        if is_fused and self != CAST:
+            kept -= 4
+        return kept * width
 
     def casts(self, width: int, readers: int) -> int:
         """Bytes per token: casts of an input that `readers` linear layers read."""
@@ -110,21 +112,21 @@ def activations(
     config, shapes: Shapes, launch: Launch, batch_size: int, block_size: int, recomputed: Recomputed
 ) -> Activations:
     """The activations of a batch; a `recomputed` part keeps only its inputs."""
-    mode, tokens = mode_of(launch), batch_size * block_size
+    mode = mode_of(launch)
+    tokens = batch_size * block_size
     width = getattr(config, "n_embd", None) or config.hidden_size
     formula = FORMULAS.get(config.model_type, partial(_by_matrices, shapes))
-    blocks = formula(config, mode, batch_size, block_size)
     kept = in_backward = one_block = 0
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(formula(config, mode, batch_size, block_size)):
+        kept_of_block = block.whole
         again = 0
         if recomputed.part == "mixer":
-            kept += block.rest + block.mixer_input
+            kept_of_block = block.rest + block.mixer_input
             again = block.mixer
         elif recomputed.part == "block" and index % recomputed.every == 0:
-            kept += tokens * width * mode.stream
+            kept_of_block = tokens * width * mode.stream
             again = block.whole
-        else:
-            kept += block.whole
+        kept += kept_of_block
         in_backward = max(in_backward, kept + again)
         one_block = max(one_block, block.whole)
     return Activations(
@@ -144,42 +146,43 @@ def _loss(config, mode: Mode, width: int, tokens: int) -> int:
         return norm + config.vocab_size * LOSS_BYTES * tokens
     # No whole logits: the head's gradient, and the logits of a chunk with their normalisation in fp32.
     chunk = min(width // 2, tokens)
-    of_logit = 8 if mode == FP32 else 6
-    return norm + config.vocab_size * (4 * width + chunk * of_logit)
+    bytes_of_logit = 8 if mode == FP32 else 6
+    return norm + config.vocab_size * (4 * width + chunk * bytes_of_logit)
 
 
 def _llama(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, tokens = config.hidden_size, batch_size * block_size
-    head = _head_dim(config)
-    heads = config.num_attention_heads * head
-    groups = config.num_key_value_heads * head
+    width = config.hidden_size
+    # Of all heads together.
+    query_width = config.num_attention_heads * _head_dim(config)
+    key_width = config.num_key_value_heads * _head_dim(config)
     # Casts for three projections; queries, keys, values and output of attention, and the sums of its softmax.
     mixer = mode.casts(width, readers=3)
-    mixer += mode.low * 2 * (heads + groups)
+    mixer += mode.low * 2 * (query_width + key_width)
     mixer += 4 * config.num_attention_heads
     rest = 2 * mode.norm(width)
     rest += mode.casts(width, readers=2)
     rest += mode.low * 4 * config.intermediate_size
-    return [mode.block(width, tokens, rest, mixer)] * config.num_hidden_layers
+    return [mode.block(width, batch_size * block_size, rest, mixer)] * config.num_hidden_layers
 
 
 def _gpt2(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, tokens = config.n_embd, batch_size * block_size
+    width = config.n_embd
     hidden = config.n_inner or 4 * width
     dropped = width if config.resid_pdrop else 0
     # Under autocast the cast of the norm's output is kept by the linear layer that reads it.
     cast = mode.casts(width, readers=1)
     # One tensor of query, key and value; contiguous copies of query and key; attention's output twice.
-    mixer = mode.low * 6 * width + 4 * config.n_head
+    mixer = mode.low * 6 * width
+    mixer += 4 * config.n_head
     mixer += dropped + cast
     rest = 2 * width * (mode.stream + mode.low)
     rest += mode.low * GELU_TENSORS * hidden
     rest += dropped - cast
-    return [mode.block(width, tokens, rest, mixer)] * config.n_layer
+    return [mode.block(width, batch_size * block_size, rest, mixer)] * config.n_layer
 
 
 def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
-    width, tokens = config.hidden_size, batch_size * block_size
+    width = config.hidden_size
     norm = mode.norm(width, is_fused=True)
     rest = norm
     for hidden in config.level_intermediate_sizes:
@@ -188,12 +191,12 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     if config.levels.keeps_outputs:
         # Parallel levels keep their outputs for the gradient of the mixing weights.
         rest += mode.low * width * len(config.level_periods)
-    blocks = {}
-    for mixer in set(config.mixers):
+    blocks = []
+    for mixer in config.mixers:
         casts = mode.casts(width, mixer.input_readers)
         of_batch = mixer.kept_bytes(config, batch_size, block_size, mode.low)
-        blocks[mixer] = mode.block(width, tokens, rest, casts, of_batch)
-    return [blocks[mixer] for mixer in config.mixers]
+        blocks.append(mode.block(width, batch_size * block_size, rest, casts, of_batch))
+    return blocks
 
 
 Formula = Callable[[object, Mode, int, int], list[Block]]
@@ -202,12 +205,14 @@ FORMULAS: dict[str, Formula] = {"hope": _hope, "llama": _llama, "mistral": _llam
 
 def _by_matrices(shapes: Shapes, config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     """An estimate for other architectures: the input and the output of every matrix."""
-    rest, mixers = Counter(), Counter()
+    tokens = batch_size * block_size
+    rest = Counter()
+    mixers = Counter()
     for weight in shapes.weights:
         if weight.is_in_block and len(weight.shape) == 2:
             is_of_mixer = not MIXERS.isdisjoint(weight.name.split("."))
             sizes = mixers if is_of_mixer else rest
-            sizes[weight.unit] += batch_size * block_size * mode.low * sum(weight.shape)
+            sizes[weight.unit] += tokens * mode.low * sum(weight.shape)
     return [Block(rest[index], mixers[index]) for index in sorted(rest | mixers)]
 
 
@@ -229,4 +234,6 @@ def cache_bytes(config, tokens: int) -> int | None:
     if not hasattr(config, "num_attention_heads") or not tokens_of.keys() >= set(kinds):
         return None
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return sum(4 * 2 * heads * _head_dim(config) * tokens_of[kind] for kind in kinds)
+    # A key and a value in fp32.
+    bytes_of_token = 2 * 4 * heads * _head_dim(config)
+    return bytes_of_token * sum(map(tokens_of.get, kinds))

@@ -254,9 +254,9 @@ def _deepspeed(config: dict, launch: Launch, accumulation: int, refuse: Callable
             " names a DeepSpeed json, which is not planned: write zero_stage and offload_optimizer_device into "
             "deepspeed_config instead"
         )
-    given = config.get("gradient_accumulation_steps", "auto")
-    if given != "auto" and int(given) != accumulation:
-        refuse(f" has gradient_accumulation_steps {given} and the flag is {accumulation}: leave the key out")
+    steps = config.get("gradient_accumulation_steps", "auto")
+    if steps != "auto" and int(steps) != accumulation:
+        refuse(f" has gradient_accumulation_steps {steps} and the flag is {accumulation}: leave the key out")
     optimizer, weights = (config.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param"))
     strategy = zero_strategy(int(config.get("zero_stage", 2)), optimizer, weights)
     return replace(launch, strategy=strategy, parts=launch.world_size)

@@ -5,6 +5,7 @@ parameter under Adam: 4 (or 2) each for weights and gradients, 4 for each of two
 shards.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hope_hf.common.recompute import parse_recomputed
@@ -16,10 +17,19 @@ from .shapes import ROOT, TAIL, Shapes
 
 def shard_bytes(shapes: Shapes, parts: int, by_rows: bool, each=lambda weight: 4) -> int:
     """Bytes of the largest part of all parameters; `each`: bytes per element of a parameter."""
-    if by_rows:
-        return sum(-(-w.shape[0] // parts) * (w.count // w.shape[0]) * each(w) for w in shapes.weights)
-    total = sum(weight.count * each(weight) for weight in shapes.weights)
-    return -(-total // parts)
+    total = 0
+    for weight in shapes.weights:
+        count = weight.count
+        if by_rows:
+            rows = weight.shape[0]
+            count = count // rows * _largest_part(rows, parts)
+        total += count * each(weight)
+    return total if by_rows else _largest_part(total, parts)
+
+
+def _largest_part(whole: int, parts: int) -> int:
+    """`whole / parts`, rounded up."""
+    return -(-whole // parts)
 
 
 @dataclass(frozen=True)
@@ -58,53 +68,57 @@ def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: 
     whole_gradients = _between_batches(shapes, launch, step)
     moments = _moments(shapes, launch, states, kept)
     for moment in ("loss", "blocks", "backward"):
-        split = moments[moment]
-        split["whole gradients"] = split.get("whole gradients", 0) + whole_gradients
+        sizes = moments[moment]
+        sizes["whole gradients"] += whole_gradients
         # A process's own part of the gradients: the sum of the batches before this one, and at the end the whole sum.
         if whole_gradients or (moment != "backward" and step.accumulation == 1):
-            split["gradients"] = 0
+            sizes["gradients"] = 0
     offloads = launch.strategy.offloads
-    # DeepSpeed offloads its copy of the weights together with its optimizer.
-    offloads |= {"buckets"} if OPTIMIZER in offloads else set()
+    if OPTIMIZER in offloads:
+        # DeepSpeed offloads its copy of the weights together with its optimizer.
+        offloads |= {"buckets"}
     host = 0
     for name in offloads:
-        host += states.get(name, 0)
-        for split in moments.values():
-            split.pop(name, None)
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
+        host += states[name]
+        for sizes in moments.values():
+            sizes[name] = 0
+    moment = max(moments, key=lambda name: moments[name].total())
+    gathered_block = shapes.largest_block if launch.strategy.gathers else 0
     return Memory(
-        split={name: size for name, size in moments[moment].items() if size},
-        states=states,
+        # Without what is 0.
+        split=dict(+moments[moment]),
+        states=dict(states),
         moment=moment,
         host=host * min(per_node, launch.world_size),
-        gathered_block=shapes.largest_block * launch.compute_bytes if launch.strategy.gathers else 0,
+        gathered_block=gathered_block * launch.compute_bytes,
         between_batches=whole_gradients,
         is_estimate=kept.is_estimate,
     )
 
 
-def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> dict[str, int]:
+def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> Counter[str]:
     """Weights, gradients and optimizer of the largest part, and the engine's own buffers."""
-    strategy, engine = launch.strategy, launch.strategy.engine
+    strategy = launch.strategy
+    is_deepspeed = strategy.engine == "deepspeed"
     tokens = step.tokens(launch.world_size)
     # Under DeepSpeed's fp16 the model has fp16 weights and gradients, and the optimizer fp32 weights.
-    width = 2 if engine == "deepspeed" and launch.precision == "fp16" else 4
-
-    def part(kind: str, each) -> int:
-        parts = launch.parts if kind in strategy.shared else 1
-        return shard_bytes(shapes, parts, by_rows=engine == "fsdp2", each=each)
-
-    states = {
-        "weights": part(WEIGHTS, lambda weight: width),
-        "gradients": part(GRADIENTS, lambda weight: width * weight.is_trained),
-        "optimizer": part(OPTIMIZER, lambda weight: weight.optimizer_bytes(step.optimizer, tokens)),
+    width = 2 if is_deepspeed and launch.precision == "fp16" else 4
+    # Bytes per element of a parameter.
+    elements = {
+        WEIGHTS: lambda weight: width,
+        GRADIENTS: lambda weight: width * weight.is_trained,
+        OPTIMIZER: lambda weight: weight.optimizer_bytes(step.optimizer, tokens),
     }
-    if engine == "plain" and launch.world_size > 1:
+    states = Counter()
+    for name, each in elements.items():
+        parts = launch.parts if name in strategy.shared else 1
+        states[name] = shard_bytes(shapes, parts, by_rows=strategy.engine == "fsdp2", each=each)
+    if strategy.engine == "plain" and launch.world_size > 1:
         # DDP copies gradients to buckets and reduces these.
         states["buckets"] = 4 * shapes.trained
-    if engine == "deepspeed":
+    if is_deepspeed:
         # DeepSpeed's optimizer updates its own copy of the weights.
-        states["buckets"] = shard_bytes(shapes, launch.parts, False, lambda weight: 4 * weight.is_trained)
+        states["buckets"] = _largest_part(4 * shapes.trained, launch.parts)
     return states
 
 
@@ -116,22 +130,26 @@ def _between_batches(shapes: Shapes, launch: Launch, step: StepOptions) -> int:
     return dtype.itemsize * shapes.trained
 
 
-def _moments(shapes: Shapes, launch: Launch, states: dict[str, int], kept: Activations) -> dict[str, dict[str, int]]:
+def _moments(shapes: Shapes, launch: Launch, states: Counter[str], kept: Activations) -> dict[str, Counter[str]]:
     """Bytes by category when the loss is computed, and in the backward pass and update."""
-    gathers, gathered = launch.strategy.gathers, 0
-    if gathers:
-        gathered = shapes.count if launch.strategy.keeps_gathered else shapes.units[TAIL] + shapes.units[ROOT]
-    loss = states | {
-        "gathered": gathered * launch.compute_bytes,
-        "weight copies": kept.weight_copies,
-        "activations": kept.blocks + kept.loss,
-    }
+    loss = Counter(states)
+    if launch.strategy.gathers:
+        gathered = shapes.units[TAIL] + shapes.units[ROOT]
+        if launch.strategy.keeps_gathered:
+            gathered = shapes.count
+        loss["gathered"] = gathered * launch.compute_bytes
+    loss["weight copies"] = kept.weight_copies
+    loss["activations"] = kept.blocks + kept.loss
     # The end of the backward pass: all gradients, one block's activations, and gradients of a quarter of these.
-    backward = states | {"activations": kept.one_block, "backward": kept.one_block // 4}
-    if gathers:
+    backward = Counter(states)
+    backward["activations"] = kept.one_block
+    backward["backward"] = kept.one_block // 4
+    if launch.strategy.gathers:
         # This block and the next one, which is gathered ahead. The block's gradients are fp32 while they are reduced.
         backward["gathered"] = 2 * shapes.largest_block * launch.compute_bytes
         backward["whole gradients"] = 4 * shapes.largest_block
     # Early in the backward pass: most activations, few gradients.
-    blocks = backward | {"weight copies": kept.weight_copies, "activations": kept.in_backward}
-    return {"loss": loss, "blocks": blocks, "backward": backward, "update": dict(states)}
+    blocks = Counter(backward)
+    blocks["weight copies"] = kept.weight_copies
+    blocks["activations"] = kept.in_backward
+    return {"loss": loss, "blocks": blocks, "backward": backward, "update": Counter(states)}

@@ -133,6 +133,11 @@ class Question:
         return memory(self.config, self.shapes, launch, step, self.args.gpus_per_node)
 
     @property
+    def network(self) -> float:
+        """Bytes per second of the link between machines."""
+        return self.args.network_gbit / 8 * 1e9
+
+    @property
     def tokens_per_step(self) -> int:
         """See `StepOptions.tokens`."""
         return self.step.tokens(self.launch.world_size)
@@ -183,9 +188,11 @@ def parse(argv: list[str]) -> Question:
     defaults: dict[str, Default] = {}
     # A recipe names the values that it wants.
     if args.train_file and not recipe and not args.model_name_or_path:
-        given = named | ({VOCAB_SIZE} if named_vocabulary(args.config_overrides) else set())
-        defaults, vocab_size = _defaults(args, config, given)
-        config.vocab_size = vocab_size or config.vocab_size
+        if named_vocabulary(args.config_overrides):
+            named = named | {VOCAB_SIZE}
+        defaults = _defaults(args, config, named)
+        if args.tokenizer_name is None and VOCAB_SIZE not in named:
+            config.vocab_size = _vocabulary_of_text(defaults)
         args = replace(args, **{name: default.value for name, default in defaults.items() if name in FLAGS})
     # Flash attention needs a GPU and its package; sdpa keeps as many bytes.
     attention = None if "flash" in (args.attn_implementation or "") else args.attn_implementation
@@ -199,29 +206,37 @@ def parse(argv: list[str]) -> Question:
     return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, gpus, defaults)
 
 
-def _defaults(args: Arguments, config, given: set[str]) -> tuple[dict[str, Default], int | None]:
-    """The defaults for the size of the text, and the entries of the tokenizer that is made from it."""
+def _defaults(args: Arguments, config, named: set[str]) -> dict[str, Default]:
+    """The defaults for the size of the text, of flags on which a plan depends and that are not among `named`."""
     # Imported here: data sets take seconds.
-    from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
+    from hope_hf.data import size_of_files
 
-    defaults = defaults_of(size_of_files(args.train_file, "--train_file"), getattr(config, "hidden_size", 0), given)
-    made = args.tokenizer_name is None and VOCAB_SIZE not in given
-    size = defaults[VOCAB_SIZE].value if VOCAB_SIZE in defaults else DEFAULT_VOCAB_SIZE
-    return {name: one for name, one in defaults.items() if name in (*SHARED, VOCAB_SIZE)}, size if made else None
+    size = size_of_files(args.train_file, "--train_file")
+    defaults = defaults_of(size, getattr(config, "hidden_size", 0), named)
+    return {name: default for name, default in defaults.items() if name in (*SHARED, VOCAB_SIZE)}
+
+
+def _vocabulary_of_text(defaults: dict[str, Default]) -> int:
+    """The entries of the tokenizer that a run makes from its text."""
+    from hope_hf.data import DEFAULT_VOCAB_SIZE
+
+    return defaults[VOCAB_SIZE].value if VOCAB_SIZE in defaults else DEFAULT_VOCAB_SIZE
 
 
 def _recomputed(args: Arguments, launch: Launch) -> str:
-    asked = parse_recomputed(args.gradient_checkpointing)
-    if launch.checkpointing and asked.part != "none":
+    recomputed = parse_recomputed(args.gradient_checkpointing)
+    if launch.checkpointing and recomputed.part != "none":
         warn_once("fsdp_activation_checkpointing in the launch file is ignored: --gradient_checkpointing decides.")
-    return "block" if asked == Recomputed("block") else launch.recomputes(args.gradient_checkpointing)
+    return "block" if recomputed == Recomputed("block") else launch.recomputes(args.gradient_checkpointing)
 
 
 def _config(args: Arguments):
     if args.model_name_or_path:
-        given = next((n for n in sorted(SHAPES_A_MODEL) if getattr(args, n)), None)
-        if given:
-            raise ValueError(f"--{given} shapes a new model and --model_name_or_path names one: give only one.")
+        for flag_of_new_model in sorted(SHAPES_A_MODEL):
+            if getattr(args, flag_of_new_model):
+                raise ValueError(
+                    f"--{flag_of_new_model} shapes a new model and --model_name_or_path names one: give only one."
+                )
         config = load_config(args.model_name_or_path, "model_name_or_path", args)
     else:
         # Without a tokenizer the vocabulary is the config's own.
@@ -232,9 +247,11 @@ def _config(args: Arguments):
 
 
 def _vocabulary(args: Arguments) -> int:
-    size, name, kind = named_vocabulary(args.config_overrides), args.config_name, args.model_type or "hope"
+    size = named_vocabulary(args.config_overrides)
     if size is not None:
         return size
+    name = args.config_name
+    kind = args.model_type or "hope"
     if name in PRESETS or (name is None and kind == "hope"):
         size = PRESETS[name or DEFAULT_PRESET].get("vocab_size")
     elif name is not None and os.path.isdir(name):

@@ -1,5 +1,7 @@
 """The plan as text, as JSON and as a picture."""
 
+import operator
+from collections import Counter
 from dataclasses import dataclass
 
 from hope_hf.common.defaults import default_lines
@@ -47,12 +49,13 @@ class Plan:
 
 def as_text(plan: Plan) -> str:
     """The text to print."""
-    question, memory = plan.question, plan.asked.memory
+    question = plan.question
+    memory = plan.asked.memory
     parts = [
         _heading(question),
         markdown_table([_row(plan, row) for row in plan.rows]),
         "Weights, gradients and optimizer per process in GB (10^9 bytes), offloaded ones included.",
-        markdown_table([_states_row(row) for row in plan.rows]),
+        markdown_table(list(map(_states_row, plan.rows))),
     ]
     if question.defaults:
         parts.append("\n".join(["Defaults of a small text:", *default_lines(question.defaults)]))
@@ -69,52 +72,58 @@ def as_text(plan: Plan) -> str:
             f"The activations of a {question.config.model_type} are estimated from the shapes of its weights."
         )
     sentences = [_sentence(plan, verdict) for verdict in plan.verdicts]
-    return "\n\n".join([*parts, "\n".join(sentences)])
+    parts.append("\n".join(sentences))
+    return "\n\n".join(parts)
 
 
 def _heading(question: Question) -> str:
-    step, launch, shapes = question.step, question.launch, question.shapes
+    step = question.step
+    launch = question.launch
+    shapes = question.shapes
     flops = flops_per_token(shapes.model, step.block_size)
-    words = f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
-    words += f"{flops / 1e9:.2f} GFLOP per token"
+    text = (
+        f"{question.config.model_type}, {shapes.count:,} parameters (largest block {shapes.largest_block:,}), "
+        f"{flops / 1e9:.2f} GFLOP per token"
+    )
     state = cache_bytes(question.config, step.block_size)
     if state is not None:
-        words += f", {state / 2**20:.1f} MiB of state per sequence after {step.block_size:,} tokens"
-    words += (
+        text += f", {state / 2**20:.1f} MiB of state per sequence after {step.block_size:,} tokens"
+    text += (
         f"\n{launch.world_size:,} processes x {step.accumulation} batches x {step.batch_size} rows x "
         f"{step.block_size:,} tokens = {question.tokens_per_step:,} tokens per step; precision {launch.precision}, "
         f"{step.optimizer}"
     )
     if parse_recomputed(step.checkpointing).part != "none":
-        words += f", recomputed: {step.checkpointing}"
+        text += f", recomputed: {step.checkpointing}"
     units = "Memory per process in GiB (2^30 bytes), by arithmetic; traffic per process and step in GB (10^9 bytes)."
-    return f"{words}\n{units}"
+    return f"{text}\n{units}"
 
 
 def _row(plan: Plan, row: Setting) -> Row:
-    memory, args = row.memory, plan.question.args
+    memory = row.memory
     cells: Row = {"setting": row.name, "peak": _gib(memory.peak)}
     if row.is_asked:
         cells["setting"] += " (asked)"
+    sizes = Counter(memory.split)
     for column, categories in COLUMNS.items():
-        cells[column] = _gib(sum(memory.split.get(category, 0) for category in categories))
+        cells[column] = _gib(sum(map(sizes.__getitem__, categories)))
     cells["at"] = memory.moment
     cells["host"] = _gib(memory.host)
     cells["GB sent"] = f"{row.traffic.total / 1e9:.2f}"
-    cells["network s"] = f"{row.traffic.seconds(args.network_gbit / 8 * 1e9):.3g}"
+    cells["network s"] = f"{row.traffic.seconds(plan.question.network):.3g}"
     for verdict in plan.verdicts:
         cells[verdict.gpu.name] = "fits" if memory.peak <= verdict.usable else "no"
     return cells
 
 
 def _states_row(row: Setting) -> Row:
+    states = row.memory.states
+    sizes = {name: states.get(name, 0) for name in ("weights", "gradients", "optimizer", "buckets")}
+    sizes["sum"] = sum(sizes.values())
     cells: Row = {"setting": row.name}
-    total = 0
-    for name in ("weights", "gradients", "optimizer", "buckets"):
-        size = row.memory.states.get(name, 0)
+    for name, size in sizes.items():
         cells[name] = f"{size / 1e9:.3f}"
-        total += size
-    return cells | {"sum": f"{total / 1e9:.3f}"}
+    return cells
 
 
 def _simulated(plan: Plan) -> str:
@@ -133,22 +142,26 @@ def _gib(size: float) -> str:
 
 
 def _sentence(plan: Plan, verdict: Verdict) -> str:
-    question, asked = plan.question, plan.asked
-    words = f"{verdict.gpu.name}: {asked.name} {'fits' if verdict.fits else 'does not fit'}"
-    words += f", {verdict.peak / GIB:.1f} of {verdict.usable / GIB:.1f} usable GiB"
+    question = plan.question
+    answer = "fits" if verdict.fits else "does not fit"
+    text = f"{verdict.gpu.name}: {plan.asked.name} {answer}"
+    text += f", {verdict.peak / GIB:.1f} of {verdict.usable / GIB:.1f} usable GiB"
     if not verdict.fits:
-        words += f"; what would: {verdict.instead}" if verdict.instead else "; no setting fits"
-    words += f"; largest batch {verdict.largest_batch}" if verdict.largest_batch else "; not even one row fits"
-    peak = "TF32" if question.launch.precision == "no" else question.launch.precision
-    words += f"; a step computes for {verdict.step_seconds:.3g} s at {100 * question.args.mfu:.3g}% of the {peak} peak"
-    if asked.traffic.total:
-        words += f" and sends for {verdict.link_seconds:.3g} s inside a machine"
-        words += f", {verdict.network_seconds:.3g} s between them"
+        text += f"; what would: {verdict.instead}" if verdict.instead else "; no setting fits"
+    text += f"; largest batch {verdict.largest_batch}" if verdict.largest_batch else "; not even one row fits"
+    precision = question.launch.precision
+    if precision == "no":
+        precision = "TF32"
+    text += f"; a step computes for {verdict.step_seconds:.3g} s"
+    text += f" at {100 * question.args.mfu:.3g}% of the {precision} peak"
+    if plan.asked.traffic.total:
+        text += f" and sends for {verdict.link_seconds:.3g} s inside a machine"
+        text += f", {verdict.network_seconds:.3g} s between them"
     if verdict.days is not None:
-        words += f"; {question.total_tokens:.3g} tokens take {verdict.days:.1f} days"
+        text += f"; {question.total_tokens:.3g} tokens take {verdict.days:.1f} days"
     if verdict.cost is not None:
-        words += f" and cost {verdict.cost:,.0f}"
-    return f"{words}."
+        text += f" and cost {verdict.cost:,.0f}"
+    return f"{text}."
 
 
 def as_json(plan: Plan) -> dict:
@@ -156,8 +169,9 @@ def as_json(plan: Plan) -> dict:
     question = plan.question
     gpus = {}
     for verdict in plan.verdicts:
-        gpus[verdict.gpu.name] = {"fits": verdict.fits} | vars(verdict)
-        del gpus[verdict.gpu.name]["gpu"]
+        answer = {"fits": verdict.fits, **vars(verdict)}
+        gpu = answer.pop("gpu")
+        gpus[gpu.name] = answer
     return {
         "model_type": question.config.model_type,
         "parameters": question.shapes.count,
@@ -167,7 +181,7 @@ def as_json(plan: Plan) -> dict:
         "world_size": question.launch.world_size,
         "mixed_precision": question.launch.precision,
         "tokens_per_step": question.tokens_per_step,
-        "settings": [_setting_of_json(row) for row in plan.rows],
+        "settings": list(map(_setting_of_json, plan.rows)),
         "simulation": vars(plan.simulation) if plan.simulation else None,
         "no_simulation": plan.no_simulation,
         "gpus": gpus,
@@ -192,22 +206,23 @@ def draw(plan: Plan, path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'hope_hf[plot]'.") from None
-    rows, question = plan.rows, plan.question
-    figure = Figure(figsize=(1.2 * len(rows) + 3, 4.5), layout="constrained")
+    question = plan.question
+    figure = Figure(figsize=(1.2 * len(plan.rows) + 3, 4.5), layout="constrained")
     axes = figure.subplots()
-    tops = dict.fromkeys((row.name for row in rows), 0.0)
-    categories = {}
-    for row in rows:
-        categories |= row.memory.split
-    for category in categories:
-        bottoms = list(tops.values())
-        heights = [row.memory.split.get(category, 0) / GIB for row in rows]
-        axes.bar(list(tops), heights, bottom=bottoms, label=category)
-        for name, height in zip(tops, heights, strict=True):
-            tops[name] += height
+    names = [row.name for row in plan.rows]
+    # The sizes of all settings by category.
+    heights: dict[str, list[float]] = {}
+    for index, row in enumerate(plan.rows):
+        for category, size in row.memory.split.items():
+            heights.setdefault(category, [0.0] * len(names))[index] = size / GIB
+    tops = [0.0] * len(names)
+    for category, sizes in heights.items():
+        axes.bar(names, sizes, bottom=tops, label=category)
+        tops = list(map(operator.add, tops, sizes))
     for index, verdict in enumerate(plan.verdicts):
         axes.axhline(verdict.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {verdict.gpu.name}")
-    model, count = architecture(question.config.model_type), question.launch.world_size
+    model = architecture(question.config.model_type)
+    count = question.launch.world_size
     axes.set_title(f"{model}, {question.shapes.count / 1e6:,.4g} million parameters, {count:,} process(es)")
     axes.set_ylabel("memory of a process, GiB (by arithmetic)")
     axes.set_xlabel("way of sharding")
@@ -215,4 +230,3 @@ def draw(plan: Plan, path: str) -> None:
     axes.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
     with write_errors(f"--plot {path}"):
         figure.savefig(path, dpi=130)
-

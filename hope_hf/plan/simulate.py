@@ -10,8 +10,8 @@ measured, and the layers add up. `tests/plan/test_simulate.py` compares the sum 
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -52,8 +52,10 @@ CATEGORIES = {
 # Moments of a step: forward pass and loss, the backward pass of a block, the update.
 FORWARD, FIRST, MIDDLE, LAST, UPDATE = "forward", "first block", "middle block", "last block", "update"
 
-Sizes = dict[str, int]
+Sizes = Counter[str]
 """Bytes by category."""
+Peaks = dict[str, Sizes]
+"""By moment."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,9 @@ def simulate(config, launch: Launch, options: StepOptions, all_layers: bool = Fa
         moments = _peaks(config, launch, options)
     else:
         moments = _added_up(config, kinds, launch, options)
-    split = max(moments.values(), key=lambda sizes: sum(sizes.values()))
-    split = {category: size for category, size in split.items() if size}
-    return Simulation(sum(split.values()), split, time.perf_counter() - start)
+    peak = max(moments.values(), key=Counter.total)
+    split = {category: size for category, size in peak.items() if size}
+    return Simulation(peak.total(), split, seconds=time.perf_counter() - start)
 
 
 def _kinds_of_layers(config) -> list[str]:
@@ -122,34 +124,41 @@ def _with_layers(config, kinds: list[str]):
     return type(config).from_dict(fields)
 
 
-def _added_up(config, kinds: list[str], launch: Launch, options: StepOptions) -> dict[str, Sizes]:
+def _added_up(config, kinds: list[str], launch: Launch, options: StepOptions) -> Peaks:
     """The peaks of a deep model's moments: those of its ends alone, and what each layer between them adds.
 
     The backward pass frees activations and adds gradients from block to block, so that its peak lies at one of its
     ends. These are the first and last block, which lack a neighbour under FSDP, and those beside them.
     """
-    ends = [kinds[0], kinds[-1]]
-    between = Counter(kinds[1:-1])
-    shallow = _peaks(_with_layers(config, ends), launch, options)
-    deeper = {kind: _peaks(_with_layers(config, [ends[0], kind, ends[1]]), launch, options) for kind in between}
-
-    def grown(sizes: Sizes, moment: str, layers: Counter) -> Sizes:
-        """What `sizes` become if `layers` are added, which add as much to them as to `moment`."""
-        sizes = Counter(sizes)
-        for kind, number in layers.items():
-            for category, size in deeper[kind][moment].items():
-                sizes[category] += number * (size - shallow[moment].get(category, 0))
-        return sizes
-
-    peaks = {moment: grown(sizes, moment, between) for moment, sizes in shallow.items()}
+    first, *middle, last = kinds
+    between = Counter(middle)
+    shallow = _peaks(_with_layers(config, [first, last]), launch, options)
+    deeper = {}
+    for kind in between:
+        deeper[kind] = _peaks(_with_layers(config, [first, kind, last]), launch, options)
+    peaks = {}
+    for moment, sizes in shallow.items():
+        peaks[moment] = sizes.copy()
+        peaks[moment].update(_growth(shallow, deeper, moment, between))
     for kind in between:
         others = between - Counter([kind])
         for end in (FIRST, LAST):
-            peaks[f"{kind} beside the {end}"] = grown(deeper[kind][MIDDLE], end, others)
+            sizes = deeper[kind][MIDDLE].copy()
+            sizes.update(_growth(shallow, deeper, end, others))
+            peaks[f"{kind} beside the {end}"] = sizes
     return peaks
 
 
-def _peaks(config, launch: Launch, options: StepOptions) -> dict[str, Sizes]:
+def _growth(shallow: Peaks, deeper: dict[str, Peaks], moment: str, layers: Counter[str]) -> Sizes:
+    """What `layers` add to a moment; `deeper`: kind -> peaks with one more layer of that kind than `shallow`."""
+    growth = Counter()
+    for kind, number in layers.items():
+        for category, size in deeper[kind][moment].items():
+            growth[category] += number * (size - shallow[moment][category])
+    return growth
+
+
+def _peaks(config, launch: Launch, options: StepOptions) -> Peaks:
     """Run the step once on fake tensors: its peak at each moment."""
     # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
     no_dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, 0)}
@@ -205,14 +214,16 @@ class _Watch:
         for block in blocks:
             block.register_forward_hook(self.await_gradient)
         self.moments = dict.fromkeys(blocks, MIDDLE)
-        self.moments |= dict.fromkeys(blocks[-1:], LAST) | dict.fromkeys(blocks[:1], FIRST)
+        self.moments |= dict.fromkeys(blocks[-1:], LAST)
+        self.moments |= dict.fromkeys(blocks[:1], FIRST)
         step.model.register_forward_pre_hook(lambda *call: self.enter(FORWARD))
         step.optimizer.register_step_pre_hook(lambda *call: self.enter(UPDATE))
 
     def await_gradient(self, block: nn.Module, inputs, output):
         """Enter a block's moment when the gradient of its output is there."""
         hidden_states = output[0] if isinstance(output, tuple) else output
-        hidden_states.register_hook(lambda gradient: self.enter(self.moments[block]))
+        moment = self.moments[block]
+        hidden_states.register_hook(lambda gradient: self.enter(moment))
 
     def enter(self, moment: str):
         self.moment = moment
@@ -220,18 +231,19 @@ class _Watch:
     def record(self, state):
         """Called by the tracker after every operator."""
         for device, snapshot in self.tracker._curr_mem_snap.items():
-            before = self.largest.get(self.moment)
-            if device.type == "cpu" and (before is None or snapshot["Total"] > before["Total"]):
+            largest = self.largest.setdefault(self.moment, {"Total": -1})
+            if device.type == "cpu" and snapshot["Total"] > largest["Total"]:
                 self.largest[self.moment] = dict(snapshot)
 
-    def peaks(self) -> dict[str, Sizes]:
+    def peaks(self) -> Peaks:
         """The peaks by moment and category."""
         peaks = {}
         for moment, snapshot in self.largest.items():
-            peaks[moment] = sizes = Counter()
+            sizes = Counter()
             for kind, size in snapshot.items():
                 if kind != "Total":
                     sizes[CATEGORIES[kind.value]] += size
+            peaks[moment] = sizes
         return peaks
 
 
@@ -242,8 +254,10 @@ class Step:
         self.launch = launch
         self.options = options
         self.mesh = mesh
-        kernel = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
-        self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code, **kernel)
+        flags = {"trust_remote_code": options.trust_remote_code}
+        if options.attn_implementation:
+            flags["attn_implementation"] = options.attn_implementation
+        self.model = AutoModelForCausalLM.from_config(config, **flags)
         recompute_activations(self.model, parse_recomputed(options.checkpointing))
         self.wrapped = self._wrap(self.model)
         self.optimizer: LevelClock = build_optimizer(
@@ -253,7 +267,8 @@ class Step:
         self.optimizer.create_states()
         shape = (options.batch_size, options.block_size)
         # Memory use repeats from the second batch on.
-        self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(min(options.accumulation, 2))]
+        count = min(options.accumulation, 2)
+        self.batches = [torch.zeros(shape, dtype=torch.long) for _ in range(count)]
         self.wrapped.train()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -307,14 +322,19 @@ class Step:
 
     def run(self, between: Callable[[], None] = lambda: None):
         """One optimizer step, as in the trainer; `between` is called between its batches."""
-        for index, batch in enumerate(self.batches):
-            last = index + 1 == len(self.batches)
-            with self._accumulating(last):
-                loss = summed_loss(self.wrapped, {"input_ids": batch}, batch, can_skip_logits(self.model))
-                (loss * 1e-3).backward()
-            if not last:
-                between()
+        *earlier, last = self.batches
+        for batch in earlier:
+            with self._accumulating():
+                self._backward(batch)
+            between()
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(True)
+        self._backward(last)
         self._update()
+
+    def _backward(self, batch: Tensor):
+        loss = summed_loss(self.wrapped, {"input_ids": batch}, batch, can_skip_logits(self.model))
+        (loss * 1e-3).backward()
 
     def warm_up(self):
         """Update once with zero gradients, so that DTensor has planned its operations.
@@ -336,15 +356,13 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @contextmanager
-    def _accumulating(self, last: bool) -> Iterator[None]:
+    def _accumulating(self) -> AbstractContextManager:
+        """The context of a batch before the last one, whose gradients are not reduced."""
+        if isinstance(self.wrapped, DistributedDataParallel):
+            return self.wrapped.no_sync()
         if isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(last or self.options.sync_each_batch)
-        elif isinstance(self.wrapped, DistributedDataParallel) and not last:
-            with self.wrapped.no_sync():
-                yield
-            return
-        yield
+            self.wrapped.set_requires_gradient_sync(self.options.sync_each_batch)
+        return nullcontext()
 
 
 def make_mesh(launch: Launch) -> DeviceMesh | None:
@@ -377,12 +395,14 @@ class _AsIfReal(TorchDispatchMode):
         aten = torch.ops.aten
         if function is aten.add.Tensor and self._adds_gradients_of_embedding(*args[:2]):
             function = aten.add_.Tensor
-        elif function is aten.index.Tensor and _selects_by_mask(args[1]):
-            (mask,) = (index for index in args[1] if index is not None)
-            return args[0].new_empty((0, *args[0].shape[mask.ndim :]))
-        elif function is aten.bincount.default and self.queries:
+        if function is aten.index.Tensor:
+            tensor, indices = args
+            mask = _single_mask(indices)
+            if mask is not None:
+                return tensor.new_empty((0, *tensor.shape[mask.ndim :]))
+        if function is aten.bincount.default and self.queries:
             return self._counts_of_blocks(number=args[0].numel(), bins=args[2])
-        elif function is aten._local_scalar_dense.default:
+        if function is aten._local_scalar_dense.default:
             if args[0].dtype is torch.bool:
                 return False
             return 1.0 if args[0].is_floating_point() else 1
@@ -401,6 +421,8 @@ class _AsIfReal(TorchDispatchMode):
             return counts
 
 
-def _selects_by_mask(indices: list[Tensor | None]) -> bool:
-    masks = [index for index in indices if index is not None]
-    return len(masks) == 1 and isinstance(masks[0], Tensor) and masks[0].dtype is torch.bool
+def _single_mask(indices: list[Tensor | None]) -> Tensor | None:
+    """The boolean mask, if it is the only index."""
+    tensors = [index for index in indices if index is not None]
+    is_mask = len(tensors) == 1 and tensors[0].dtype is torch.bool
+    return tensors[0] if is_mask else None

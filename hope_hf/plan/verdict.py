@@ -65,53 +65,60 @@ class Verdict:
 def settings(question: Question) -> list[Setting]:
     """The setting that was asked for, then all others that are possible with this number of processes."""
     asked = question.launch
-    launches = [asked]
+    rows = [_setting(question, asked)]
+    if asked.world_size == 1:
+        # One process has nothing to share.
+        return rows
     for strategy in STRATEGIES.values():
         launch = asked.under(strategy, question.args.gpus_per_node)
-        # One process has nothing to share; a hybrid on one machine is full sharding.
-        possible = asked.world_size > 1 and launch.world_size % launch.parts == 0
-        possible = possible and not (strategy.is_hybrid and launch.replicas == 1)
-        if possible and strategy.key != asked.strategy.key:
-            launches.append(launch)
-    return [_setting(question, launch) for launch in launches]
+        divides = launch.world_size % launch.parts == 0
+        # A hybrid on one machine is full sharding.
+        repeats = strategy.key == asked.strategy.key or (strategy.is_hybrid and launch.replicas == 1)
+        if divides and not repeats:
+            rows.append(_setting(question, launch))
+    return rows
 
 
 def _setting(question: Question, launch: Launch) -> Setting:
     step = question.step
-    reduces_low = launch.strategy.is_fsdp and launch.precision != "no"
+    reduce_bytes = 4
+    if launch.strategy.is_fsdp and launch.precision != "no":
+        reduce_bytes = step.reduce_dtype.itemsize
     sent = traffic(
         question.shapes.count,
         launch,
         step.accumulation,
         step.sync_each_batch,
         gather_bytes=launch.compute_bytes,
-        reduce_bytes=step.reduce_dtype.itemsize if reduces_low else 4,
+        reduce_bytes=reduce_bytes,
     )
-    return Setting(launch, question.memory(launch, step), sent, launch is question.launch)
+    return Setting(launch, question.memory(launch, step), sent, is_asked=launch is question.launch)
 
 
 def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simulation | None) -> Verdict:
     """The answer for a GPU; `rows` as `settings` returns them."""
-    args, asked = question.args, rows[0]
+    args = question.args
+    launch = question.launch
+    asked = rows[0]
     peak = simulation.peak if simulation else asked.memory.peak
     # The simulated peak of this setting corrects the arithmetic of others.
     factor = peak / asked.memory.peak
     flops = flops_per_token(question.shapes.model, question.step.block_size)
-    per_second = question.launch.world_size * gpu.peak_flops(question.launch.precision) * args.mfu / flops
+    tokens_per_second = launch.world_size * gpu.peak_flops(launch.precision) * args.mfu / flops
     days = cost = None
     if question.total_tokens is not None:
-        days = question.total_tokens / per_second / 86_400
+        days = question.total_tokens / tokens_per_second / 86_400
         if args.price_per_gpu_hour is not None:
-            cost = days * 24 * question.launch.world_size * args.price_per_gpu_hour
+            cost = days * 24 * launch.world_size * args.price_per_gpu_hour
     return Verdict(
         gpu=gpu,
         peak=peak,
         usable=gpu.usable,
-        largest_batch=largest_batch(question, question.launch, gpu.usable, factor),
+        largest_batch=largest_batch(question, launch, gpu.usable, factor),
         instead=None if peak <= gpu.usable else _instead(question, rows, gpu.usable, factor),
-        step_seconds=question.tokens_per_step / per_second,
+        step_seconds=question.tokens_per_step / tokens_per_second,
         link_seconds=asked.traffic.seconds(gpu.link),
-        network_seconds=asked.traffic.seconds(args.network_gbit / 8 * 1e9),
+        network_seconds=asked.traffic.seconds(question.network),
         days=days,
         cost=cost,
     )
@@ -138,21 +145,22 @@ def _instead(question: Question, rows: list[Setting], room: int, factor: float) 
     for checkpointing, launch, sync in itertools.product(recomputed, suggested, synced):
         changed = replace(step, checkpointing=checkpointing, sync_each_batch=sync)
         if factor * question.memory(launch, changed).peak <= room:
-            return _words(question, launch, changed)
+            return _changes(question, launch, changed)
     return None
 
 
-def _words(question: Question, launch: Launch, step: StepOptions) -> str | None:
-    """The flags that change to another launch and step, in words; None without changes."""
-    words = []
+def _changes(question: Question, launch: Launch, step: StepOptions) -> str | None:
+    """The file and the flags that change to another launch and step, in words; None without changes."""
+    changes = []
+    strategy = launch.strategy
     if launch is not question.launch:
-        setting = SETTINGS.get(launch.strategy.key)
-        words.append(f"accelerate_configs/{launch.strategy.launch_file}" + (f" {setting}" if setting else ""))
+        file = f"accelerate_configs/{strategy.launch_file}"
+        changes.append(f"{file} {SETTINGS[strategy.key]}" if strategy.key in SETTINGS else file)
     if step.sync_each_batch != question.step.sync_each_batch:
-        words.append("--sync_each_batch")
+        changes.append("--sync_each_batch")
     if step.checkpointing != question.step.checkpointing:
-        words.append("--gradient_checkpointing block")
-    return " and ".join(words) or None
+        changes.append("--gradient_checkpointing block")
+    return " and ".join(changes) or None
 
 
 def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdict]) -> None:
