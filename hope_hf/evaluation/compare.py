@@ -11,7 +11,7 @@ from hope_hf.common.results import Row, can_draw, draw_or_warn, markdown_table
 
 from .display import dots, united
 from .flags import Arguments
-from .result import TEXT_TABLE, Key, Number, SuiteResult, numbers, put
+from .result import TEXT_TABLE, UNKNOWN, Key, Number, SuiteResult, numbers, put
 from .saved_reports import find_report, read_report
 
 # Flags that do not change what is measured.
@@ -20,8 +20,8 @@ WITHOUT_EFFECT = frozenset(
     "batch_size offline device cpu_threads checkpoints compare archive_dir report_to log_samples".split()
 )
 FILE = "compare.json"
-# A number that a report does not hold.
-MISSING = Number(None, None)
+# The numbers of each report.
+Reports = dict[str, dict[Key, Number]]
 
 
 def compare(args: Arguments) -> SuiteResult:
@@ -34,7 +34,8 @@ def compare(args: Arguments) -> SuiteResult:
         raise ValueError("--compare needs two reports or more: name the folders of two evaluations.")
     records = {}
     for name, run in zip(_names(args.compare), args.compare, strict=True):
-        records[name] = read_report(find_report(run, "--compare"), "--compare")
+        path = find_report(run, "--compare")
+        records[name] = read_report(path, "--compare")
     _warn_of_other_flags(records)
     reports = _on_one_text(records)
     tables = {}
@@ -45,32 +46,33 @@ def compare(args: Arguments) -> SuiteResult:
     return SuiteResult(tables, {"compare.png": partial(draw, reports)})
 
 
-def _on_one_text(records: dict[str, dict]) -> dict[str, dict[Key, Number]]:
+def _on_one_text(records: dict[str, dict]) -> Reports:
     """The numbers of each report; those of a text are under the title of the first report's text, with a warning."""
-    first_name = next(iter(records))
+    first_name, *_ = records
+    # The text of each suite in the first report.
     titles = {}
     reports = {}
     for name, record in records.items():
-        reports[name] = {}
-        other_texts = {}
+        report = {}
+        other_texts = set()
         for key, number in numbers(record["results"]).items():
             if key.table.startswith(TEXT_TABLE):
                 if name == first_name:
                     titles[key.suite] = key.table
                 title = titles.get(key.suite, key.table)
                 if title != key.table:
-                    other_texts[key.table] = title
+                    other_texts.add(f"{title.removeprefix(TEXT_TABLE)} and {key.table.removeprefix(TEXT_TABLE)}")
                 key = key._replace(table=title)
-            reports[name][key] = number
-        for other, first in other_texts.items():
-            texts = f"{first.removeprefix(TEXT_TABLE)} and {other.removeprefix(TEXT_TABLE)}"
+            report[key] = number
+        for texts in sorted(other_texts):
             warnings.warn(
                 f"{first_name} and {name} read different texts, {texts}: so differ the numbers.", stacklevel=3
             )
+        reports[name] = report
     return reports
 
 
-def draw(reports: dict[str, dict[Key, Number]], path: Path):
+def draw(reports: Reports, path: Path):
     """A panel for every number of a table: its rows from top to bottom, a mark and its error for each report."""
     panels = {}
     for name, report in reports.items():
@@ -80,21 +82,21 @@ def draw(reports: dict[str, dict[Key, Number]], path: Path):
     dots(path, panels)
 
 
-def _row(key: Key, reports: dict[str, dict[Key, Number]]) -> Row:
+def _row(key: Key, reports: Reports) -> Row:
     row = {"row": key.row, "number": key.name}
-    columns = {name: report.get(key, MISSING) for name, report in reports.items()}
-    first_name, *others = columns
-    for name in others:
-        columns[f"{name} - {first_name}"] = _difference(columns[name], columns[first_name])
-    for name, number in columns.items():
-        put(row, name, number)
+    for name, report in reports.items():
+        put(row, name, report.get(key, UNKNOWN))
+    (first_name, first), *others = reports.items()
+    for name, report in others:
+        difference = _difference(report.get(key, UNKNOWN), first.get(key, UNKNOWN))
+        put(row, f"{name} - {first_name}", difference)
     return row
 
 
 def _difference(number: Number, first: Number) -> Number:
     """The number minus the first report's, with the standard error of independent samples."""
-    if MISSING in (number, first):
-        return MISSING
+    if UNKNOWN in (number, first):
+        return UNKNOWN
     stderr = None
     if None not in (number.stderr, first.stderr):
         stderr = math.hypot(first.stderr, number.stderr)
@@ -107,11 +109,12 @@ def _names(runs: list[str]) -> list[str]:
     if len(set(folders)) < len(runs):
         folders = runs
     names = []
+    # The table has columns with these names already.
+    columns = {"row", "number"}
     for position, name in enumerate(folders, start=1):
-        is_repeated = name in folders[: position - 1]
-        # The table has columns with these names already.
-        is_column = name in ("row", "number") or name.endswith("_stderr")
-        names.append(f"{name} ({position})" if is_repeated or is_column else name)
+        is_column = name in columns or name.endswith("_stderr")
+        names.append(f"{name} ({position})" if is_column else name)
+        columns.add(name)
     return names
 
 
@@ -121,11 +124,10 @@ def _warn_of_other_flags(records: dict[str, dict]):
         if record["unfinished"]:
             missing = ", ".join(record["unfinished"])
             warnings.warn(f"The report {name} is unfinished: it lacks {missing}.", stacklevel=2)
-        before, now = first["config"], record["config"]
         changes = []
-        for flag in different_flags(before, now):
+        for flag in different_flags(first["config"], record["config"]):
             if flag != "suite":
-                changes.append(f"--{flag} ({before[flag]} and {now[flag]})")
+                changes.append(f"--{flag} ({first['config'][flag]} and {record['config'][flag]})")
         if changes:
             listed = ", ".join(changes)
             warnings.warn(f"{first_name} and {name} were evaluated with other flags: {listed}.", stacklevel=2)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,26 +43,26 @@ def progress(items: Iterable | None, name: str, total: int | None = None) -> tqd
     return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
 
 
-# Values of a curve, each with its standard error or None; or each with its place before it.
-Values = Sequence[tuple[float, float | None]]
-Points = Sequence[tuple[int, tuple[float, float | None]]]
+# The numbers of a curve; or each after its x.
+Values = Sequence[Number]
+Points = Sequence[tuple[int, Number]]
 # Title of a panel -> name of a curve -> its points.
 Panels = dict[str, dict[str, Points]]
 
 
 def curves(path: Path, x: list[int], panels: dict[str, dict[str, Values]], x_label: str):
-    """Panels side by side: title -> name of a curve -> (value, its error or None) at each x, on a logarithmic scale.
+    """Panels side by side: title -> name of a curve -> its number at each x, on a logarithmic scale.
 
     Up to four curves that coincide are all visible: each has a smaller ring than the one below it.
     """
-    figure = _figure(width=6.5 * len(panels))
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, series) in zip(grid, panels.items(), strict=True):
-        for (name, points), (line, size) in zip(series.items(), cycle(RINGS), strict=False):
-            values, errors = _separated(points)
-            axes.errorbar(x, values, errors, label=as_label(name), linestyle=line, markersize=size, **CURVE)
+    figure, grid = _side_by_side(panels, width=6.5 * len(panels))
+    x_names = list(map("{:,}".format, x))
+    for axes, title in zip(grid, panels, strict=True):
+        curves_of_panel = panels[title]
+        for name, (line, size) in zip(curves_of_panel, cycle(RINGS), strict=False):
+            _curve(axes, x, curves_of_panel[name], name, linestyle=line, markersize=size, **CURVE)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(x, list(map("{:,}".format, x)), rotation=45)
+        axes.set_xticks(x, x_names, rotation=45)
         _finish(axes, title, x_label)
     _legend_once(figure)
     _save(figure, path)
@@ -87,19 +87,25 @@ def heat_maps(
     title: str = "",
 ):
     """Panels side by side, every cell with its number; `labels`: those of the columns' and of the rows' axis."""
-    figure = _figure(width=2 + len(panels) * max(4.5, 0.9 * len(columns)))
+    width_of_panel = max(4.5, 0.9 * len(columns))
+    figure, grid = _side_by_side(panels, width=2 + len(panels) * width_of_panel)
+    x_label, y_label = labels
     is_wide = max(map(len, columns)) > MOST_LETTERS
-    turned = {"rotation": 30, "ha": "right"} if is_wide else {}
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    angle = {"rotation": 30, "ha": "right"} if is_wide else {}
     for axes, panel in zip(grid, panels, strict=True):
         low, high = panel.limits
         image = axes.imshow(panel.values, cmap=panel.colours, vmin=low, vmax=high, aspect="auto")
-        axes.set_xticks(range(len(columns)), list(map(as_label, columns)), **turned)
-        axes.set_yticks(range(len(rows)), list(map(as_label, rows)))
-        axes.set(xlabel=labels[0], ylabel=labels[1], title=as_label(panel.title))
+        _name_ticks(axes.set_xticks, columns, **angle)
+        _name_ticks(axes.set_yticks, rows)
+        axes.set(xlabel=x_label, ylabel=y_label, title=as_label(panel.title))
         _write_numbers(axes, panel.values, image)
         figure.colorbar(image, ax=axes)
     _save(figure, path, title)
+
+
+def _name_ticks(set_ticks: Callable, names: list[str], **style) -> None:
+    """The names at 0, 1, 2, ... of an axis whose ticks `set_ticks` sets."""
+    set_ticks(range(len(names)), list(map(as_label, names)), **style)
 
 
 def _write_numbers(axes, values: list[list[float]], image) -> None:
@@ -109,9 +115,10 @@ def _write_numbers(axes, values: list[list[float]], image) -> None:
             if math.isnan(value):
                 continue
             red, green, blue, _ = image.to_rgba(value)
-            # Brightness as the eye sees it.
-            is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
-            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black")
+            # As the eye sees it.
+            brightness = 0.3 * red + 0.6 * green + 0.1 * blue
+            colour = "white" if brightness < 0.5 else "black"
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour)
 
 
 def small_curves(path: Path, panels: Panels, x_label: str):
@@ -119,44 +126,41 @@ def small_curves(path: Path, panels: Panels, x_label: str):
     from matplotlib.ticker import EngFormatter
 
     figure, grid = _grid(panels, 1)
-    names_of_panels = {tuple(panel) for panel in panels.values()}
-    for axes, (title, panel) in zip(grid, panels.items(), strict=True):
-        colours = _colours(len(panel))
-        for colour, (name, points) in zip(colours, panel.items(), strict=True):
-            x, numbers = zip(*points, strict=True)
-            values, errors = _separated(numbers)
-            axes.errorbar(x, values, errors, label=as_label(name), color=colour, **SMALL_CURVE)
+    has_same_curves = len(set(map(tuple, panels.values()))) == 1
+    for axes, title in zip(grid, panels, strict=True):
+        panel = panels[title]
+        for colour, name in zip(_colours(len(panel)), panel, strict=True):
+            x, numbers = zip(*panel[name], strict=True)
+            _curve(axes, x, numbers, name, color=colour, **SMALL_CURVE)
         _finish(axes, title, x_label)
         axes.title.set_fontsize(9)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         # Once for panels of the same curves.
-        has_legend = len(names_of_panels) > 1 or axes is grid[-1]
-        if len(panel) > 1 and has_legend:
-            # The legend stands beside the panel, where it covers no curve.
-            size = 8 if len(panel) <= 10 else 6
-            columns = 1 + len(panel) // 20
-            axes.legend(fontsize=size, loc="upper left", bbox_to_anchor=(1, 1), ncols=columns)
+        if len(panel) == 1 or (has_same_curves and axes is not grid[-1]):
+            continue
+        # The legend stands beside the panel, where it covers no curve.
+        size = 8 if len(panel) <= 10 else 6
+        columns = 1 + len(panel) // 20
+        axes.legend(fontsize=size, loc="upper left", bbox_to_anchor=(1, 1), ncols=columns)
     _save(figure, path)
 
 
 def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
     """Panels in rows of three: title -> run -> row -> its value and error; rows from top to bottom."""
-    names = united(panels.values())
-    rows_of = {title: united(runs.values()) for title, runs in panels.items()}
-    most_rows = max(map(len, rows_of.values()))
-    figure, grid = _grid(panels, most_rows)
-    for axes, (title, runs) in zip(grid, panels.items(), strict=True):
-        rows = rows_of[title]
-        for index, name in enumerate(names):
-            numbers = runs.get(name, {})
+    run_names = united(panels.values())
+    middle = (len(run_names) - 1) / 2
+    rows_of_panels = [united(runs.values()) for runs in panels.values()]
+    figure, grid = _grid(panels, max(map(len, rows_of_panels)))
+    for axes, title, rows in zip(grid, panels, rows_of_panels, strict=True):
+        for index, name in enumerate(run_names):
+            numbers = panels[title].get(name, {})
             # Dots stand side by side, so that equal values stay visible.
-            middle = (len(names) - 1) / 2
-            shift = 0.5 * (index - middle) / len(names)
+            shift = 0.5 * (index - middle) / len(run_names)
             heights = [rows.index(row) + shift for row in numbers]
             values, errors = _separated(numbers.values())
             axes.errorbar(values, heights, xerr=errors, label=as_label(name), color=f"C{index}", **DOT)
         axes.set_title(as_label(title), fontsize=9)
-        axes.set_yticks(range(len(rows)), list(map(as_label, rows)), fontsize=7)
+        _name_ticks(axes.set_yticks, rows, fontsize=7)
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(plain_number)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -175,6 +179,12 @@ def titled(name: str) -> Iterator[None]:
         _MODEL.reset(token)
 
 
+def _curve(axes, x: Sequence[int], numbers: Values, name: str, **style) -> None:
+    """A curve with error bars in a panel."""
+    values, errors = _separated(numbers)
+    axes.errorbar(x, values, errors, label=as_label(name), **style)
+
+
 def _finish(axes, title: str, x_label: str) -> None:
     """The labels, numbers and grid of a panel of curves."""
     axes.set(xlabel=x_label, **_labels(title))
@@ -187,7 +197,7 @@ def united(collections: Iterable[Iterable]) -> list:
     return list(dict.fromkeys(chain.from_iterable(collections)))
 
 
-def _separated(numbers: Iterable) -> tuple[list[float], list[float]]:
+def _separated(numbers: Iterable[Number]) -> tuple[list[float], list[float]]:
     """The values, and their errors as matplotlib wants them: NaN where there is none."""
     values = []
     errors = []
@@ -198,9 +208,9 @@ def _separated(numbers: Iterable) -> tuple[list[float], list[float]]:
 
 
 def _save(figure, path: Path, title: str = "") -> None:
-    words = [word for word in (_MODEL.get(), title) if word]
-    if words:
-        figure.suptitle(as_label(", ".join(words)))
+    title = ", ".join(filter(None, (_MODEL.get(), title)))
+    if title:
+        figure.suptitle(as_label(title))
     figure.savefig(path, dpi=100)
 
 
@@ -217,9 +227,10 @@ def _legend_once(figure) -> None:
     """One legend above all panels, with each curve's name once."""
     handles = {}
     for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+        of_panel, labels = axes.get_legend_handles_labels()
+        handles |= zip(labels, of_panel, strict=True)
+    columns = min(4, len(handles))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
 def _grid(panels: dict, rows: int):
@@ -228,7 +239,8 @@ def _grid(panels: dict, rows: int):
 
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(5 * columns, lines * max(3.0, 1.2 + 0.18 * rows)), layout="constrained")
+    height = max(3.0, 1.2 + 0.18 * rows)
+    figure = Figure(figsize=(5 * columns, lines * height), layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in grid[len(panels) :]:
         axes.remove()
@@ -244,7 +256,9 @@ def _colours(count: int) -> list:
     return list(colormaps["viridis"].resampled(count).colors)
 
 
-def _figure(width: float):
+def _side_by_side(panels: Collection, width: float):
+    """A figure with one row of panels."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, 5), layout="constrained")
+    figure = Figure(figsize=(width, 5), layout="constrained")
+    return figure, list(figure.subplots(1, len(panels), squeeze=False).flat)

@@ -36,11 +36,13 @@ def check_documents(tasks: Iterable, limit: int | None, num_fewshot: int | None)
             # The columns that the code of other classes reads are not known.
             if not isinstance(task, ConfigurableTask):
                 continue
-            fixed = task.config.num_fewshot
-            shots = fixed if fixed == 0 or num_fewshot is None else num_fewshot
-            choices = _check(task, limit, shots)
-            if choices and task.OUTPUT_TYPE == "multiple_choice":
-                chances[_name(task)] = sum(1 / count for count in choices) / len(choices)
+            shots = task.config.num_fewshot
+            if shots != 0 and num_fewshot is not None:
+                shots = num_fewshot
+            numbers_of_choices = _check(task, limit, shots)
+            if numbers_of_choices and task.OUTPUT_TYPE == "multiple_choice":
+                chances_of_documents = [1 / number for number in numbers_of_choices]
+                chances[_name(task)] = sum(chances_of_documents) / len(chances_of_documents)
     return chances
 
 
@@ -79,7 +81,9 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
     for number, document in enumerate(islice(task.task_docs, limit), 1):
         try:
             text = task.doc_to_text(document)
-            choices = None if task.config.doc_to_choice is None else task.doc_to_choice(document)
+            choices = None
+            if task.config.doc_to_choice is not None:
+                choices = task.doc_to_choice(document)
             target = task.doc_to_target(document)
         except Exception as error:
             raise ValueError(_failure(task, split, error, number)) from error
@@ -88,7 +92,7 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
             raise ValueError(f"--tasks {_name(task)}: in document {number} of {_source(task, split)} {problem}.")
         if choices is not None:
             numbers_of_choices.append(len(choices))
-        empty.update(name for name in read if name in document and document[name] is None)
+        empty.update(name for name in read & document.keys() if document[name] is None)
     for name, count in empty.items():
         warn_once(f"--tasks {_name(task)}: {count:,} documents of {_source(task, split)} have no {name} (null).")
     return numbers_of_choices
@@ -126,38 +130,43 @@ def _problem(task, text, choices, target) -> str | None:
     """What is wrong with the text, the choices or the answer of a document."""
     config = task.config
     is_choice = task.OUTPUT_TYPE == "multiple_choice"
+    # lm-eval takes a number instead of a text as the index of the right choice.
+    is_index = isinstance(text, int) and choices is not None
     problem = None
     if choices is not None or is_choice:
         problem = _problem_of_choices(config, choices, is_choice)
-    # lm-eval takes a number instead of a text as the index of the right choice.
-    is_index = isinstance(text, int) and choices is not None
     if not problem and is_choice and not callable(config.process_results):
-        if is_index:
-            problem = _problem_of_label(task, config.doc_to_text, text, choices)
-        else:
-            problem = _problem_of_label(task, config.doc_to_target, target, choices)
-    problem = problem or _missing(task, config.doc_to_text, text)
-    if not problem and not is_index and not isinstance(text, str):
-        problem = f"the text ({_field(config.doc_to_text)}) is {_short(text)}, no text"
+        field, label = (config.doc_to_text, text) if is_index else (config.doc_to_target, target)
+        problem = _problem_of_label(task, field, label, choices)
+    if not problem:
+        problem = _missing(task, config.doc_to_text, text)
+    if not problem and not is_index:
+        problem = _no_text("text", config.doc_to_text, text)
     if problem or is_choice:
         return problem
     problem = _missing(task, config.doc_to_target, target)
-    if not problem and task.OUTPUT_TYPE.startswith("loglikelihood") and not isinstance(target, str):
-        problem = f"the answer ({_field(config.doc_to_target)}) is {_short(target)}, no text"
+    if not problem and task.OUTPUT_TYPE.startswith("loglikelihood"):
+        problem = _no_text("answer", config.doc_to_target, target)
     return problem
 
 
+def _no_text(part: str, field, value) -> str | None:
+    """The sentence for a part of a document that is no text."""
+    return None if isinstance(value, str) else f"the {part} ({_field(field)}) is {_short(value)}, no text"
+
+
 def _problem_of_choices(config, choices, is_choice: bool) -> str | None:
-    named = f"the choices ({_field(config.doc_to_choice)}) are"
+    subject = f"the choices ({_field(config.doc_to_choice)}) are"
     is_list = choices is None or isinstance(choices, list | tuple)
     if not is_list or not all(isinstance(choice, str) for choice in choices or ()):
-        return f"{named} {_short(choices)}, no list of texts"
-    return f"{named} empty" if is_choice and not choices else None
+        return f"{subject} {_short(choices)}, no list of texts"
+    return f"{subject} empty" if is_choice and not choices else None
 
 
 def _problem_of_label(task, field, label, choices: list[str]) -> str | None:
     """`label`: one, or a list of right ones."""
-    for one in label if isinstance(label, list) else [label]:
+    labels = label if isinstance(label, list) else [label]
+    for one in labels:
         if not _is_choice(one, choices):
             missing = _missing(task, field, label)
             listed = f"none of {len(choices)} choices ({_short(', '.join(choices))})"
@@ -201,13 +210,14 @@ def _examples(task) -> str | None:
 
 def _source(task, split: str | None) -> str:
     """The file or data set of a task's split, for people."""
-    files = (task.config.dataset_kwargs or {}).get("data_files")
+    options = task.config.dataset_kwargs or {}
+    files = options.get("data_files")
     if isinstance(files, dict):
         files = files.get(split, files)
     parts = files or [task.config.dataset_path, task.config.dataset_name]
     if not isinstance(parts, list):
         parts = [parts]
-    return " ".join(str(part) for part in parts if part)
+    return " ".join(map(str, filter(None, parts)))
 
 
 def _name(task) -> str:
@@ -221,7 +231,7 @@ def _field(field) -> str:
 def _short(value) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = " ".join(text.split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{text[:77]}..." if len(text) > 80 else text
 
 
 def _listed(names: Iterable[str]) -> str:

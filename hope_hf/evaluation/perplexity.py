@@ -3,11 +3,13 @@
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hope_hf import frozen_memories
@@ -19,7 +21,7 @@ from .display import curves, progress, small_curves
 from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
 from .held_out import HeldOut, held_out_documents
 from .levels import Piece, joined, learned_scores, level_panels, level_rows
-from .result import TEXT_TABLE, Row, SuiteResult, put, summary_row
+from .result import TEXT_TABLE, Number, Row, SuiteResult, put, summary_row
 from .streams import (
     Scores,
     bits_per_byte,
@@ -150,25 +152,23 @@ def by_corpus(args: Arguments, subject: Subject, held_out: HeldOut, documents: l
 
 
 def _row(parts: list[Part]) -> Row:
+    _, tokens, scores, num_bytes = zip(*parts, strict=True)
+    tokens = torch.cat(tokens)
+    losses, guesses = joined_scores(scores)
     accuracy = next_token_accuracy()
-    for part in parts:
-        accuracy.add_batch(predictions=part.scores.guesses.tolist(), references=part.tokens.tolist())
-    scores = joined_scores([part.scores for part in parts])
-    hits = scores.guesses == torch.cat([part.tokens for part in parts])
-    count = len(hits)
-    num_bytes = sum(part.num_bytes for part in parts)
-    loss, stderr = mean_of_blocks(scores.losses)
+    accuracy.add_batch(predictions=guesses.tolist(), references=tokens.tolist())
+    loss, stderr = mean_of_blocks(losses)
     perplexity = math.exp(min(loss, 700.0))
     return {
         "documents": len(parts),
-        "n": count,
+        "n": len(tokens),
         "loss": loss,
         "loss_stderr": stderr,
         "perplexity": perplexity,
         "perplexity_stderr": stderr and perplexity * stderr,
-        **bits_per_byte(loss, stderr, count / num_bytes),
+        **bits_per_byte(loss, stderr, len(tokens) / sum(num_bytes)),
         **accuracy.compute(),
-        "accuracy_stderr": mean_of_blocks(hits)[1],
+        "accuracy_stderr": mean_of_blocks(guesses == tokens).stderr,
     }
 
 
@@ -187,36 +187,44 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     edges = _edges(args, subject, documents)
     streams = _streams(documents, edges[-1], subject.start, args.texts_per_length)
     losses, sizes, learned = _losses_by_mode(args, subject, streams, edges)
-    for mode, of_mode in losses.items():
-        require_finite(of_mode, f"perplexity: the model's losses on texts of {edges[-1]:,} tokens ({mode})")
+    for mode, losses_of_mode in losses.items():
+        require_finite(losses_of_mode, f"perplexity: the model's losses on texts of {edges[-1]:,} tokens ({mode})")
     mixed = None
-    if "loss" in losses and "frozen" in losses:
+    if {"loss", "frozen"} <= losses.keys():
         mixed = mixed_losses([losses["loss"], losses["frozen"]])
-    # Paired by token: their error is the standard error of the difference.
-    gains = {}
-    for mode in CONTROLS:
-        if "loss" in losses and mode in losses:
-            gains[f"{mode}_minus_loss"] = losses[mode] - losses["loss"]
-    if "levels_learn" in losses:
-        gains[LEARNED] = losses["loss"] - losses["levels_learn"]
+    columns = losses | _gains(losses)
     bytes_of_tokens = torch.tensor(bytes_per_id(subject.tokenizer))[streams[:, 1:]]
     first_mode = next(iter(losses))
     rows = []
     for start, end in pairwise([0, *edges]):
-        count = len(streams) * (end - start)
-        row = {"positions": f"{start + 1:,}-{end:,}", "n": count}
-        for mode, of_mode in losses.items():
-            put(row, mode, mean_of_blocks(of_mode[:, start:end]))
+        # All texts, and the positions of the bucket.
+        bucket = (slice(None), slice(start, end))
+        num_bytes = bytes_of_tokens[bucket]
+        row = {"positions": f"{start + 1:,}-{end:,}", "n": num_bytes.numel()}
+        for name, values in columns.items():
+            put(row, name, mean_of_blocks(values[bucket]))
         if mixed is not None:
-            row["mixed"] = float(mixed[:, start:end].mean())
-        for name, gain in gains.items():
-            put(row, name, mean_of_blocks(gain[:, start:end]))
-        num_bytes = int(bytes_of_tokens[:, start:end].sum())
-        loss, stderr = row[first_mode], row[f"{first_mode}_stderr"]
-        row |= bits_per_byte(loss, stderr, count / max(1, num_bytes))
+            row["mixed"] = float(mixed[bucket].mean())
+        tokens_per_byte = num_bytes.numel() / max(1, int(num_bytes.sum()))
+        row |= bits_per_byte(row[first_mode], row[f"{first_mode}_stderr"], tokens_per_byte)
         row |= sizes.get(end, {})
         rows.append(row)
     return rows, learned
+
+
+def _gains(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By column, what the carried state saves at each token [n, T] over the controls, and levels that learn over it.
+
+    Paired by token: their error is the standard error of the difference.
+    """
+    gains = {}
+    if "loss" in losses:
+        for control in CONTROLS:
+            if control in losses:
+                gains[f"{control}_minus_loss"] = losses[control] - losses["loss"]
+    if "levels_learn" in losses:
+        gains[LEARNED] = losses["loss"] - losses["levels_learn"]
+    return gains
 
 
 def _losses_by_mode(
@@ -267,9 +275,9 @@ def draw(rows: list[Row], path: Path):
     curves(path, ends, panels, "position in the text, tokens")
 
 
-def _column(rows: list[Row], name: str) -> list[tuple[float, float | None]]:
+def _column(rows: list[Row], name: str) -> list[Number]:
     """A column's values with their errors."""
-    return [(row[name], row[f"{name}_stderr"]) for row in rows]
+    return [Number(row[name], row[f"{name}_stderr"]) for row in rows]
 
 
 def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[int]:
@@ -288,17 +296,14 @@ def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[i
 
 def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Tensor:
     """Texts of `length` tokens after a start token [n, length + 1]: one from each document, then a second one, ..."""
-    cut = []
+    by_document = []
     for document in documents:
-        tokens = document[1:]
-        count_of_document = len(tokens) // length
-        cut.append(tokens[: count_of_document * length].view(-1, length))
-    most = max(map(len, cut))
+        texts = document[1:].split(length)
+        by_document.append([text for text in texts if len(text) == length])
     rows = []
-    for number in range(most):
-        rows += [texts[number] for texts in cut if number < len(texts)]
-    chosen = torch.stack(rows[:count])
-    return torch.cat([torch.full((len(chosen), 1), start), chosen], 1)
+    for texts in zip_longest(*by_document):
+        rows += [text for text in texts if text is not None]
+    return F.pad(torch.stack(rows[:count]), (1, 0), value=start)
 
 
 def _carried(
@@ -307,21 +312,21 @@ def _carried(
     """Losses [n, T] in one pass, and at each edge the largest size of memories in any batch, if there are memories."""
     batches = streams.split(args.rows)
     scores = []
-    sizes: dict[int, Row] = {}
+    sizes = {end: [] for end in edges} if subject.has_memory else {}
     pieces = piece_ends(edges[-1], edges)
     with progress(None, name, len(batches) * len(pieces)) as bar:
 
         def after_piece(end, cache):
             bar.update()
-            if subject.has_memory and end in edges:
-                size = _size(cache)
-                largest = sizes.setdefault(end, size)
-                if size["state_largest"] > largest["state_largest"]:
-                    sizes[end] = size
+            if end in sizes:
+                sizes[end].append(_size(cache))
 
         for batch in batches:
             scores.append(carried_scores(subject.model, batch, after_piece, edges))
-    return joined_scores(scores).losses, sizes
+    largest = {}
+    for end, sizes_of_batches in sizes.items():
+        largest[end] = max(sizes_of_batches, key=itemgetter("state_largest"))
+    return joined_scores(scores).losses, largest
 
 
 def _learned(args: Arguments, subject: Subject, streams: Tensor, edges: list[int]) -> tuple[Tensor, Learned]:
@@ -353,5 +358,6 @@ def _size(cache) -> Row:
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
     losses = []
     for row in progress(streams, f"perplexity: windows of {stride}"):
-        losses.append(window_scores(subject.model, row, window, stride, args.rows).losses)
+        scores = window_scores(subject.model, row, window, stride, args.rows)
+        losses.append(scores.losses)
     return torch.stack(losses)

@@ -145,9 +145,9 @@ class Report:
     another report, the files go to a new folder in it, named by the time. Raises ValueError if it cannot be written.
     """
 
-    def __init__(self, args: Arguments, asked: list[str]):
+    def __init__(self, args: Arguments, suites: list[str]):
         self._args = args
-        self._asked = asked
+        self._suites = suites
         self.subject: Subject | None = None
         self._start = time.perf_counter()
         self._seconds_before = 0.0
@@ -193,7 +193,7 @@ class Report:
     def record(self) -> dict:
         """The present content of results.json."""
         ended = {*self.results, *self.failed}
-        unfinished = [name for name in self._asked if name not in ended]
+        unfinished = [name for name in self._suites if name not in ended]
         seconds = self._seconds_before + time.perf_counter() - self._start
         record = make_record(self._args, self.subject, self.results, self.failed, seconds, unfinished)
         return record | {"pictures": self._drawn}

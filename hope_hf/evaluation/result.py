@@ -54,27 +54,38 @@ def summary_row(number: str, value: float, stderr: float | None, chance: float |
     return {"number": number, "value": value, "value_stderr": stderr, "chance": chance}
 
 
-def put(row: Row, name: str, number: tuple[float | None, float | None]) -> None:
-    """Add a number, (value, its standard error), to a row."""
+class Number(NamedTuple):
+    """A value and its standard error; None where it is not known."""
+
+    value: float | None
+    stderr: float | None
+
+
+UNKNOWN = Number(None, None)
+
+
+def put(row: Row, name: str, number: Number) -> None:
+    """Add a number to a row."""
     row[name], row[f"{name}_stderr"] = number
 
 
 def means(columns: dict[str, Sequence[float]]) -> Row:
     """A row of the columns' means and standard errors; all have a value per sample."""
-    row: Row = {"n": len(next(iter(columns.values())))}
+    row: Row = {}
     for name, values in columns.items():
+        row["n"] = len(values)
         put(row, name, mean_and_stderr(values))
     return row
 
 
-def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:
+def mean_and_stderr(values: Sequence[float]) -> Number:
     """Mean and its standard error (n - 1 in the variance); None for the error of a single value."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
-        return mean, None
+        return Number(mean, None)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, math.sqrt(variance / count)
+    return Number(mean, math.sqrt(variance / count))
 
 
 class Key(NamedTuple):
@@ -89,13 +100,6 @@ class Key(NamedTuple):
         return "/".join(part for part in self if part)
 
 
-class Number(NamedTuple):
-    """A value and its standard error, or None."""
-
-    value: float
-    stderr: float | None
-
-
 def numbers(results: dict[str, dict]) -> dict[Key, Number]:
     """The numbers in `results` of a report, in its order. Numbers in the column `value` are named by metric."""
     by_key = {}
@@ -103,12 +107,19 @@ def numbers(results: dict[str, dict]) -> dict[Key, Number]:
         for table, rows in result["tables"].items():
             for row in rows:
                 label = _label(row)
-                for column, value in row.items():
-                    if _is_result(column, value):
-                        name = row.get("metric", column) if column == "value" else column
-                        number = Number(float(value), row.get(f"{column}_stderr"))
-                        by_key[Key(suite, table, label, name)] = number
+                for name, number in _numbers_of_row(row).items():
+                    by_key[Key(suite, table, label, name)] = number
     return by_key
+
+
+def _numbers_of_row(row: Row) -> dict[str, Number]:
+    """By name, in the row's order."""
+    by_name = {}
+    for column, value in row.items():
+        if _is_result(column, value):
+            name = row.get("metric", column) if column == "value" else column
+            by_name[name] = Number(float(value), row.get(f"{column}_stderr"))
+    return by_name
 
 
 def _is_result(column: str, value) -> bool:

@@ -27,8 +27,9 @@ def find_report(run: str, flag: str) -> Path:
     # A pipe is refused when it is read.
     if path.exists() and not path.is_dir():
         return path
-    if (path / RESULTS_FILE).is_file():
-        return path / RESULTS_FILE
+    report = path / RESULTS_FILE
+    if report.is_file():
+        return report
     # Archived reports are named by their time.
     newest = max(path.glob("*Z*.json"), key=_time_and_number, default=None)
     if newest is None:
@@ -52,13 +53,12 @@ def read_report(path: Path, flag: str) -> dict:
         version = record["schema_version"]
         if version == SCHEMA_VERSION:
             _check(record)
+            return record
     # RecursionError: thousands of nested brackets.
     except (OSError, ValueError, KeyError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"{flag} {path} is no report of hope-hf eval: {reason}.") from None
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"{flag} {path} has schema_version {version!r}, not {SCHEMA_VERSION}: evaluate again.")
-    return record
+    raise ValueError(f"{flag} {path} has schema_version {version!r}, not {SCHEMA_VERSION}: evaluate again.")
 
 
 def _refuse(word: str):
@@ -74,32 +74,34 @@ def _check(record: dict):
     for name in ("step", "tokens"):
         if not is_count(model.get(name)):
             raise ValueError(f"{name} of model is {model[name]!r}")
-    if not _holds(record["unfinished"], str):
+    if not _is_list_of(str, record["unfinished"]):
         raise ValueError("unfinished is no list of names")
     for suite, files in record["pictures"].items():
         if not isinstance(files, list) or not all(map(is_inside, files)):
             raise ValueError(f"pictures of {suite} is no list of files")
     _require(record, "config", dict)
-    for suite in _require(record, "results", dict):
+    results = _require(record, "results", dict)
+    for suite in results:
         # The suite's name becomes part of a picture's name.
         if not suite.isidentifier():
             raise ValueError(f"{suite!r} is no suite")
-        _check_result(suite, _require(record["results"], suite, dict))
+        _check_result(suite, _require(results, suite, dict))
 
 
 def _check_result(suite: str, result: dict):
     tables = _require(result, "tables", dict)
-    for name, default in (("summary", []), ("samples", {}), ("text", "")):
+    defaults = {"summary": [], "samples": {}, "text": ""}
+    for name, default in defaults.items():
         result.setdefault(name, default)
         _require(result, name, type(default))
     for rows in (*tables.values(), result["summary"]):
-        if not _holds(rows, dict):
+        if not _is_list_of(dict, rows):
             raise ValueError(f"a table of {suite} is no list of rows")
 
 
-def _holds(values: object, kind: type) -> bool:
-    """Whether it is a list of such values."""
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+def _is_list_of(kind: type, values: object) -> bool:
+    # Values of JSON have one of these types exactly.
+    return isinstance(values, list) and set(map(type, values)) <= {kind}
 
 
 def _require(record: dict, name: str, kind):
@@ -118,6 +120,9 @@ def is_count(value: object) -> bool:
 
 def run_name(model: str) -> str:
     """The run's name for a model's folder or Hub name; for a checkpoint, that of the folder it lies in."""
-    path = Path(os.path.abspath(model)) if os.path.exists(model) else Path(model)
-    is_checkpoint = os.path.basename(os.path.realpath(path)).startswith("checkpoint-")
+    path = Path(model)
+    if path.exists():
+        path = Path(os.path.abspath(model))
+    # A run's link `latest` has the name of its checkpoint.
+    is_checkpoint = path.resolve().name.startswith("checkpoint-")
     return path.parent.name if is_checkpoint else path.name

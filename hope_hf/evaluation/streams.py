@@ -3,12 +3,14 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hope_hf import CACHE_NAME, HopeCache
@@ -16,7 +18,7 @@ from hope_hf.common.models import is_hope
 
 from .display import progress
 from .flags import Arguments
-from .result import Row, mean_and_stderr
+from .result import Number, Row, mean_and_stderr
 from .subject import Subject
 
 # Tokens of one forward pass over a long text: bounds the memory that logits take.
@@ -36,14 +38,15 @@ class Scores(NamedTuple):
 
     def part(self, row: int, start: int, stop: int) -> "Scores":
         """The scores [stop - start] of a row of a batch [B, T], from `start` up to `stop`."""
-        return Scores(self.losses[row, start:stop], self.guesses[row, start:stop])
+        span = slice(start, stop)
+        return Scores(self.losses[row, span], self.guesses[row, span])
 
 
 def memory_states(cache: HopeCache) -> list[Tensor]:
     """All floating-point state of a cache's memories, batch first; counts of tokens are left out."""
     states = []
     for layer in cache.memory_layers:
-        states += [tensor for tensor in layer.named_tensors().values() if tensor.is_floating_point()]
+        states += filter(torch.is_floating_point, layer.named_tensors().values())
     return states
 
 
@@ -51,15 +54,32 @@ def repeat_rows(cache, times: int):
     """A cache with every row of the given one repeated, which stays; all its rows have learned the same."""
     levels = getattr(cache, "levels", None)
     if levels is None:
-        cache = copy.deepcopy(cache)
-        cache.batch_repeat_interleave(times)
-        return cache
-    cache = copy.copy(cache).rollback(cache.snapshot()).reset_levels()
-    cache.batch_repeat_interleave(times)
-    rows = len(levels.tokens) * times
+        repeated = copy.deepcopy(cache)
+        repeated.batch_repeat_interleave(times)
+        return repeated
+    repeated = copy.copy(cache).rollback(cache.snapshot())
+    repeated.reset_levels()
+    repeated.batch_repeat_interleave(times)
     # one row's differences for all: a copy for each would be larger than the model
-    cache.levels = levels.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]))
-    return cache
+    repeated.levels = levels.map(partial(_first_row_for_all, rows=len(levels.tokens) * times))
+    return repeated
+
+
+def _first_row_for_all(state: Tensor, rows: int) -> Tensor:
+    """The first row of a state [B, ...] as every row of a view [rows, ...]."""
+    return state[:1].expand(rows, *state.shape[1:])
+
+
+def read_on(model: PreTrainedModel, input_ids: Tensor, cache, **options) -> tuple[Tensor, object]:
+    """The logits [B, T, vocab_size] of tokens [B, T] that follow those of a cache, and the cache after them.
+
+    Args:
+        cache: it may be changed; None makes a new one.
+        options: of the model's `forward`.
+    """
+    input_ids = input_ids.to(model.device)
+    outputs = model(input_ids=input_ids, use_cache=True, **{CACHE_NAME: cache}, **options)
+    return outputs.logits, outputs[CACHE_NAME]
 
 
 @torch.no_grad()
@@ -79,31 +99,31 @@ def carried_scores(
         edges: numbers of tokens at which a forward pass must end, besides the multiples of `PIECE`.
         begins_with: a HOPE's cache of one row, which every row begins with; it stays as it is.
     """
-    length = input_ids.shape[1] - 1
+    inputs = input_ids[:, :-1]
+    targets = input_ids[:, 1:]
+    length = inputs.shape[1]
     # Models with other kinds of state may not read several tokens after their first call.
     if not is_hope(model.config) and getattr(model, "_is_stateful", False):
-        logits = model(input_ids=input_ids[:, :-1].to(model.device)).logits
+        logits = model(input_ids=inputs.to(model.device)).logits
         if after_piece:
             after_piece(length, None)
-        return score(logits, input_ids[:, 1:])
-    # a model makes its own where none is given
-    cache = None if begins_with is None else repeat_rows(begins_with, len(input_ids))
+        return score(logits, targets)
+    cache = None
+    if begins_with is not None:
+        cache = repeat_rows(begins_with, len(inputs))
     scores = []
     for start, end in pairwise([0, *piece_ends(length, edges)]):
-        ids = input_ids[:, start:end].to(model.device)
-        outputs = model(input_ids=ids, use_cache=True, **{CACHE_NAME: cache})
-        cache = outputs[CACHE_NAME]
+        logits, cache = read_on(model, inputs[:, start:end], cache)
         if after_piece:
             after_piece(end, cache)
-        targets = input_ids[:, start + 1 : end + 1]
-        scores.append(score(outputs.logits, targets))
-    return joined_scores(scores, 1)
+        scores.append(score(logits, targets[:, start:end]))
+    return joined_scores(scores, dim=1)
 
 
 def piece_ends(length: int, edges: list[int]) -> list[int]:
     """The ends of the forward passes over a text: every multiple of `PIECE`, the edges inside it, and its length."""
-    ends = {*range(PIECE, length, PIECE), *edges, length}
-    return sorted(end for end in ends if end <= length)
+    edges_inside = [edge for edge in edges if edge < length]
+    return sorted({*range(PIECE, length, PIECE), *edges_inside, length})
 
 
 def joined_scores(scores: Sequence[Scores], dim: int = 0) -> Scores:
@@ -121,28 +141,31 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
     """
     if not 0 < stride < window:
         raise ValueError(f"a stride of {stride} tokens does not fit windows of {window}")
-    more = math.ceil((len(input_ids) - window) / stride)
-    count = 1 + max(0, more)
-    rows = [input_ids[start : start + window] for start in range(0, count * stride, stride)]
+    rows = [input_ids[:window]]
+    # The last window holds the last token.
+    for start in range(stride, len(input_ids) - window + stride, stride):
+        rows.append(input_ids[start : start + window])
     scores = []
-    for first in range(0, len(rows), batch_size):
-        batch = rows[first : first + batch_size]
-        padded = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+    first_scored = 0
+    for batch in in_batches(rows, batch_size):
+        padded = pad_sequence(batch, batch_first=True)
         # Causal: padding on the right changes no score, so no mask is needed.
         logits = model(input_ids=padded.to(model.device)).logits
-        of_batch = score(logits[:, :-1], padded[:, 1:])
+        scores_of_batch = score(logits[:, :-1], padded[:, 1:])
         for index, row in enumerate(batch):
-            is_first_window = first + index == 0
-            start = 0 if is_first_window else window - stride - 1
-            scores.append(of_batch.part(index, start, len(row) - 1))
+            scores.append(scores_of_batch.part(index, first_scored, len(row) - 1))
+            # What the window before has in common with the next one is scored.
+            first_scored = window - stride - 1
     return joined_scores(scores)
 
 
 def score(logits: Tensor, targets: Tensor) -> Scores:
     """Scores [B, T] from logits [B, T, vocab_size] and targets [B, T]."""
     flat_targets = targets.flatten().to(logits.device)
-    losses = F.cross_entropy(logits.float().flatten(0, 1), flat_targets, reduction="none")
-    return Scores(losses.view(targets.shape).cpu(), logits.argmax(-1).cpu())
+    flat_logits = logits.float().flatten(0, 1)
+    losses = F.cross_entropy(flat_logits, flat_targets, reduction="none")
+    guesses = logits.argmax(-1)
+    return Scores(losses.view(targets.shape).cpu(), guesses.cpu())
 
 
 def document_scores(
@@ -152,21 +175,21 @@ def document_scores(
 
     `begins_with`: a cache that every document goes on from, if none has more tokens than the model's positions.
     """
-    longest = subject.longest_input
+    longest = subject.longest_input or math.inf
+    lengths = list(map(len, documents))
     # Sorted by length: less padding.
-    numbered = sorted(enumerate(documents), key=lambda pair: len(pair[1]))
+    by_length = sorted(range(len(documents)), key=lengths.__getitem__)
     scores: dict[int, Scores] = {}
-    for start in progress(range(0, len(numbered), args.rows), name):
-        numbers, rows = zip(*numbered[start : start + args.rows], strict=True)
-        if longest is None or len(rows[-1]) <= longest:
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            of_batch = carried_scores(subject.model, padded, begins_with=begins_with)
-            for row, (number, document) in enumerate(zip(numbers, rows, strict=True)):
-                scores[number] = of_batch.part(row, 0, len(document) - 1)
-        else:
-            for number, document in zip(numbers, rows, strict=True):
-                scores[number] = window_scores(subject.model, document, longest, longest // 2, args.rows)
-    return [scores[number] for number in range(len(documents))]
+    for numbers in progress(in_batches(by_length, args.rows), name):
+        if lengths[numbers[-1]] > longest:
+            for number in numbers:
+                scores[number] = window_scores(subject.model, documents[number], longest, longest // 2, args.rows)
+            continue
+        padded = pad_sequence([documents[number] for number in numbers], batch_first=True)
+        scores_of_batch = carried_scores(subject.model, padded, begins_with=begins_with)
+        for row, number in enumerate(numbers):
+            scores[number] = scores_of_batch.part(row, 0, lengths[number] - 1)
+    return list(map(scores.get, range(len(documents))))
 
 
 def document_losses(
@@ -176,23 +199,28 @@ def document_losses(
     return joined_scores(document_scores(args, subject, documents, name, begins_with)).losses
 
 
+def in_batches(items: Sequence[Item], rows: int) -> list[Sequence[Item]]:
+    """At most `rows` items at a time, in their order."""
+    return [items[start : start + rows] for start in range(0, len(items), rows)]
+
+
 def batches_of_one_length(items: Iterable[Item], length: Callable[[Item], int], rows: int) -> Iterator[list[Item]]:
     """At most `rows` items of one length at a time, so that nothing is padded; shorter ones first."""
     by_length: dict[int, list[Item]] = {}
     for item in items:
         by_length.setdefault(length(item), []).append(item)
-    for _, alike in sorted(by_length.items()):
-        for start in range(0, len(alike), rows):
-            yield alike[start : start + rows]
+    for _, of_one_length in sorted(by_length.items()):
+        yield from in_batches(of_one_length, rows)
 
 
-def mean_of_blocks(losses: Tensor) -> tuple[float, float | None]:
+def mean_of_blocks(losses: Tensor) -> Number:
     """Mean loss and the standard error of means over blocks of neighbours; [T] or [n, T]."""
-    blocks = []
+    losses = losses.double()
+    means = []
     for row in torch.atleast_2d(losses):
-        blocks += [float(block.double().mean()) for block in row.split(BLOCK)]
-    _, stderr = mean_and_stderr(blocks)
-    return float(losses.double().mean()), stderr
+        means += map(torch.mean, row.split(BLOCK))
+    _, stderr = mean_and_stderr(list(map(float, means)))
+    return Number(float(losses.mean()), stderr)
 
 
 def bits_per_byte(loss: float, stderr: float | None, tokens_per_byte: float) -> Row:

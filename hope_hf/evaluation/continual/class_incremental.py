@@ -9,7 +9,7 @@ from hope_hf.common.models import is_hope
 
 from ..display import Panel, heat_maps
 from ..flags import MODEL, Arguments, chosen_tasks, suite
-from ..result import Row, SuiteResult, mean_and_stderr, put, summary_row
+from ..result import UNKNOWN, Number, Row, SuiteResult, mean_and_stderr, put, summary_row
 from ..subject import Subject
 from .classes import DATA_SETS, Hits, open_groups
 from .fine_tuning import BATCH_SIZE, LEARNING_RATE, STEPS, learn_by_fine_tuning
@@ -123,13 +123,13 @@ def draw(name: str, matrix: Matrix, path: Path):
     heat_maps(path, [panel], names, columns, ("group tested", "after group"), name)
 
 
-def average(hits: Hits) -> tuple[float, float | None]:
+def average(hits: Hits) -> Number:
     """Mean of the groups' accuracies, and its standard error."""
     accuracies, errors = zip(*map(mean_and_stderr, hits), strict=True)
     stderr = None
     if None not in errors:
         stderr = math.hypot(*errors) / len(errors)
-    return sum(accuracies) / len(accuracies), stderr
+    return Number(sum(accuracies) / len(accuracies), stderr)
 
 
 def forgetting(matrix: Matrix) -> float:
@@ -180,5 +180,5 @@ def summary(name: str, matrix: Matrix) -> Row:
     row["backward_transfer"] = backward_transfer(matrix)
     for control in ("joint", "frozen"):
         hits = matrix.controls.get(control)
-        put(row, control, average(hits) if hits else (None, None))
+        put(row, control, average(hits) if hits else UNKNOWN)
     return row

@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from hope_hf.common.files import read_small
@@ -79,9 +81,10 @@ def clinc150(folder: Path) -> ClassGroups:
     domains_file = folder / "clinc150_domains.json"
     file = folder / "clinc150_full.json"
     domains = _read(domains_file, _domains)
-    train = _read(file, lambda text: _pairs(json.loads(text)["train"]))
-    test = _read(file, lambda text: _pairs(json.loads(text)["test"]))
-    return _grouped(domains_file, domains, {f"{file}, split train,": train, f"{file}, split test,": test})
+    splits = {}
+    for split in ("train", "test"):
+        splits[f"{file}, split {split},"] = _read(file, partial(_json_rows, split=split))
+    return _grouped(domains_file, domains, splits)
 
 
 def banking77(folder: Path, seed: int) -> ClassGroups:
@@ -100,21 +103,24 @@ def banking77(folder: Path, seed: int) -> ClassGroups:
 
 
 def _domains(text: str) -> dict[str, list[str]]:
-    domains = {}
+    domains = json.loads(text)
     labels = []
-    for name, members in json.loads(text).items():
-        domains[name] = list(members)
-        labels += members
-        if set(map(type, members)) != {str}:
+    for members in domains.values():
+        if not isinstance(members, list) or set(map(type, members)) != {str}:
             raise ValueError("a group is not a list of labels")
+        labels += members
     if len(set(labels)) < len(labels):
         raise ValueError("a label stands twice")
     return domains
 
 
+def _json_rows(text: str, split: str) -> list[Pair]:
+    return _pairs(json.loads(text)[split])
+
+
 def _csv_rows(text: str) -> list[Pair]:
     rows = csv.DictReader(text.splitlines(keepends=True))
-    return _pairs((row["text"], row["category"]) for row in rows)
+    return _pairs(map(itemgetter("text", "category"), rows))
 
 
 def _pairs(rows: Iterable) -> list[Pair]:
@@ -140,30 +146,32 @@ def _grouped(file: Path, domains: dict[str, list[str]], splits: dict[str, list[P
     """`file`: the file that names the groups. `splits`: file -> rows, train before test."""
     if len(domains) < 2:
         raise ValueError(f"--data_dir: {file} has fewer than two groups of classes: forgetting needs two or more.")
-    labels = []
     classes = []
+    words = []
+    for members in domains.values():
+        classes.append(range(len(words), len(words) + len(members)))
+        words += [label.replace("_", " ") for label in members]
+    train, test = (_by_group(split, rows, domains) for split, rows in splits.items())
+    return ClassGroups(list(domains), words, classes, train, test)
+
+
+def _by_group(split: str, rows: list[Pair], domains: dict[str, list[str]]) -> list[list[Example]]:
+    """The rows of a split as examples of each group. ValueError for a label of no group, or one without a row."""
+    number_of_label = {}
     group_of_label = {}
-    for group, members in enumerate(domains.values()):
-        classes.append(range(len(labels), len(labels) + len(members)))
-        labels += members
-        group_of_label |= dict.fromkeys(members, group)
-    number_of_label = {label: number for number, label in enumerate(labels)}
     examples = []
-    for where, rows in splits.items():
-        _check_labels(where, {label for _, label in rows}, set(labels))
-        by_group = [[] for _ in domains]
-        for text, label in rows:
-            by_group[group_of_label[label]].append(Example(text, number_of_label[label]))
-        examples.append(by_group)
-    words = [label.replace("_", " ") for label in labels]
-    return ClassGroups(list(domains), words, classes, train=examples[0], test=examples[1])
-
-
-def _check_labels(where: str, used: set[str], known: set[str]) -> None:
-    """Raise ValueError if a split has a label of no group, or none of a group's label."""
-    strange = sorted(used - known)
-    if strange:
-        raise ValueError(f"--data_dir: {where} has a label without a group, {strange[0]!r}: add it to one.")
-    unused = sorted(known - used)
+    for members in domains.values():
+        group = []
+        examples.append(group)
+        for label in members:
+            number_of_label[label] = len(number_of_label)
+            group_of_label[label] = group
+    unused = set(number_of_label)
+    for text, label in rows:
+        if label not in number_of_label:
+            raise ValueError(f"--data_dir: {split} has a label without a group, {label!r}: add it to one.")
+        unused.discard(label)
+        group_of_label[label].append(Example(text, number_of_label[label]))
     if unused:
-        raise ValueError(f"--data_dir: {where} has no example of the label {unused[0]!r}: add one.")
+        raise ValueError(f"--data_dir: {split} has no example of the label {min(unused)!r}: add one.")
+    return examples

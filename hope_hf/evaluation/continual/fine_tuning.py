@@ -8,7 +8,9 @@ from itertools import chain
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from hope_hf.common.results import IGNORED
 from hope_hf.optim import build_optimizer
@@ -60,7 +62,9 @@ class _Learner:
         self._generator = random.Random(f"fine-tuning {seed}")
         lengths = []
         for examples in groups.train:
-            lengths += [len(self._row(example)[0]) for example in examples[:8]]
+            for example in examples[:8]:
+                ids, _ = self._row(example)
+                lengths.append(len(ids))
         # The periods of the levels are counted in tokens.
         tokens = round(batch_size * sum(lengths) / len(lengths))
         self._optimizer = build_optimizer(
@@ -74,21 +78,16 @@ class _Learner:
             ids, targets = self._batch(self._generator.choices(examples, k=self._batch_size))
             logits = model(input_ids=ids, use_cache=False).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-            if not math.isfinite(loss.item()):
-                raise CannotRun("class_incremental: the loss of fine-tuning is not finite: lower --learning_rate.")
-            self._optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            self._optimizer.step()
+            descend(model, self._optimizer, loss, "class_incremental")
             self._bar.update()
         model.eval()
 
-    def questions(self, seen: int, rows: int):
+    def questions(self, num_groups: int, rows: int) -> Hits:
         """The hits of `in_context.questions` after the start token alone."""
         cache = read(self._subject, [self._subject.start])
-        return questions(self._subject, cache, self._groups, seen, rows)
+        return questions(self._subject, cache, self._groups, num_groups, rows)
 
-    def _batch(self, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, examples: list[Example]) -> tuple[Tensor, Tensor]:
         """Token ids and targets [B, T], padded on the right."""
         all_ids, all_targets = zip(*map(self._row, examples), strict=True)
         ids = pad_sequence(all_ids, batch_first=True)
@@ -96,9 +95,21 @@ class _Learner:
         device = self._subject.model.device
         return ids.to(device), targets.to(device)
 
-    def _row(self, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
+    def _row(self, example: Example) -> tuple[Tensor, Tensor]:
         """Token ids and targets [T]: the target of a position is the next token if it belongs to the label."""
         context = [self._subject.start, *context_of(self._subject, example)]
         label = label_of(self._subject, self._groups.labels[example.label])
-        targets = [IGNORED] * (len(context) - 1) + label
-        return torch.tensor([*context, *label[:-1]]), torch.tensor(targets)
+        ids = torch.tensor(context + label)
+        targets = ids[1:].clone()
+        targets[: len(context) - 1] = IGNORED
+        return ids[:-1], targets
+
+
+def descend(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loss: Tensor, suite: str) -> None:
+    """One step of the optimizer on a loss, its gradient clipped; CannotRun if the loss is not finite."""
+    if not math.isfinite(loss.item()):
+        raise CannotRun(f"{suite}: the loss of fine-tuning is not finite: lower --learning_rate.")
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()

@@ -6,21 +6,22 @@ No new head is needed: the chosen label is the one whose words are the likeliest
 """
 
 import random
-from collections import Counter
 from contextlib import nullcontext
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from hope_hf import CACHE_NAME, frozen_memories
+from hope_hf import frozen_memories
 
 from ..display import progress
-from ..streams import PIECE, batches_of_one_length, repeat_rows
+from ..streams import PIECE, batches_of_one_length, in_batches, read_on, repeat_rows
 from ..subject import Subject, require_finite
 from .classes import ClassGroups, Example, Hits, first_of_each_class
 
 SHOTS = 1
+Tokens = list[int]
 
 
 def learn_in_context(
@@ -33,36 +34,39 @@ def learn_in_context(
     examples need.
     """
     count = len(groups.names)
-    examples = [_examples(groups, group, shots) for group in range(count)]
+    examples = []
+    for examples_of_group, labels in zip(groups.train, groups.classes, strict=True):
+        examples.append(_examples(examples_of_group, shots, len(labels)))
     all_examples = list(chain.from_iterable(examples))
     _require_room(subject, groups, all_examples)
+    begin = [subject.start]
     has_frozen = learn or subject.has_memory
     hits = []
     controls = {}
     with progress(None, name, count + 1 + has_frozen) as bar:
-        cache = read(subject, [subject.start], learn=learn)
-        for index, examples_of_group in enumerate(examples):
+        cache = read(subject, begin, learn=learn)
+        for index, examples_of_group in enumerate(examples, start=1):
             cache = read(subject, _tokens(subject, groups, examples_of_group), cache, learn)
-            hits.append(questions(subject, cache, groups, index + 1, rows))
+            hits.append(questions(subject, cache, groups, index, rows))
             bar.update()
         shuffled = random.Random(f"joint {seed}").sample(all_examples, len(all_examples))
-        cache = read(subject, [subject.start, *_tokens(subject, groups, shuffled)], learn=learn)
+        cache = read(subject, begin + _tokens(subject, groups, shuffled), learn=learn)
         controls["joint"] = questions(subject, cache, groups, count, rows)
         bar.update()
         if has_frozen:
             with nullcontext() if learn else frozen_memories(subject.model):
-                cache = read(subject, [subject.start, *_tokens(subject, groups, all_examples)])
+                cache = read(subject, begin + _tokens(subject, groups, all_examples))
                 controls["frozen"] = questions(subject, cache, groups, count, rows)
             bar.update()
     return hits, controls
 
 
-def questions(subject: Subject, cache, groups: ClassGroups, seen: int, rows: int) -> Hits:
-    """Which test examples of the first `seen` groups are right, among the classes of these groups."""
-    last_label = groups.classes[seen - 1].stop
+def questions(subject: Subject, cache, groups: ClassGroups, num_groups: int, rows: int) -> Hits:
+    """Which test examples of the first `num_groups` groups are right, among the classes of these groups."""
+    last_label = groups.classes[num_groups - 1].stop
     candidates = [label_of(subject, label) for label in groups.labels[:last_label]]
     hits = []
-    for examples in groups.test[:seen]:
+    for examples in groups.test[:num_groups]:
         contexts = [context_of(subject, example) for example in examples]
         answers = choose(subject, cache, contexts, candidates, rows)
         hits_of_group = []
@@ -72,16 +76,17 @@ def questions(subject: Subject, cache, groups: ClassGroups, seen: int, rows: int
     return hits
 
 
-def _examples(groups: ClassGroups, group: int, shots: int) -> list[Example]:
+def _examples(examples: list[Example], shots: int, num_classes: int) -> list[Example]:
     """The first `shots` examples of every class of a group, in the group's order."""
-    examples = first_of_each_class(groups.train[group], shots)
-    if len(examples) < shots * len(groups.classes[group]):
-        fewest = min(Counter(example.label for example in examples).values())
-        raise ValueError(f"--num_fewshot {shots} is more than the {fewest} examples that a class has: lower it.")
-    return examples
+    first = first_of_each_class(examples, shots)
+    if len(first) == shots * num_classes:
+        return first
+    labels = [example.label for example in first]
+    fewest = min(map(labels.count, labels))
+    raise ValueError(f"--num_fewshot {shots} is more than the {fewest} examples that a class has: lower it.")
 
 
-def _tokens(subject: Subject, groups: ClassGroups, examples: list[Example]) -> list[int]:
+def _tokens(subject: Subject, groups: ClassGroups, examples: list[Example]) -> Tokens:
     """The examples' sentences, each with its label."""
     tokens = []
     for example in examples:
@@ -94,11 +99,11 @@ def _require_room(subject: Subject, groups: ClassGroups, examples: list[Example]
     bound = subject.longest_input
     if bound is None:
         return
-    contexts = [context_of(subject, example) for example in chain.from_iterable(groups.test)]
-    labels = [label_of(subject, label) for label in groups.labels]
-    shown = 1 + len(_tokens(subject, groups, examples))
-    question = max(map(len, contexts)) + max(map(len, labels))
-    need = shown + question
+    longest_context = 0
+    for example in chain.from_iterable(groups.test):
+        longest_context = max(longest_context, len(context_of(subject, example)))
+    longest_label = max(len(label_of(subject, label)) for label in groups.labels)
+    need = 1 + len(_tokens(subject, groups, examples)) + longest_context + longest_label
     if need > bound:
         raise ValueError(
             f"The examples of all classes and a question take {need:,} tokens, and the model has {bound:,} positions "
@@ -106,72 +111,67 @@ def _require_room(subject: Subject, groups: ClassGroups, examples: list[Example]
         )
 
 
-def context_of(subject: Subject, example: Example) -> list[int]:
+def context_of(subject: Subject, example: Example) -> Tokens:
     """Tokens of the sentence, up to its label."""
     return subject.encode(f"Query: {example.text}\nIntent:")
 
 
-def label_of(subject: Subject, label: str) -> list[int]:
+def label_of(subject: Subject, label: str) -> Tokens:
     """Tokens of a label and a line break, so that no label is the beginning of another one."""
     return subject.encode(f" {label}\n")
 
 
 @torch.no_grad()
-def read(subject: Subject, tokens: list[int], cache=None, learn: bool = False):
+def read(subject: Subject, tokens: Tokens, cache=None, learn: bool = False):
     """A cache of one row after `tokens`, which follow those of `cache`; the given one may be changed.
 
     `learn`: whether levels learn from the tokens.
     """
-    # other models have no such argument
-    options = {"learn": True} if learn else {}
-    for start in range(0, len(tokens), PIECE):
-        piece = tokens[start : start + PIECE]
-        ids = torch.tensor([piece], device=subject.model.device)
-        outputs = subject.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}, **options)
-        cache = outputs[CACHE_NAME]
+    options = {"logits_to_keep": 1}
+    if learn:
+        # other models have no such argument
+        options["learn"] = True
+    for piece in in_batches(tokens, PIECE):
+        _, cache = read_on(subject.model, torch.tensor([piece]), cache, **options)
     return cache
 
 
 @torch.no_grad()
-def choose(subject: Subject, prefix, contexts: list[list[int]], candidates: list[list[int]], rows: int) -> list[int]:
+def choose(subject: Subject, prefix, contexts: list[Tokens], candidates: list[Tokens], rows: int) -> list[int]:
     """The likeliest of `candidates` after each of `contexts`, which follow `prefix`: a cache of one row, unchanged.
 
     At most about `rows` rows are read at once.
     """
     chosen: dict[int, int] = {}
     first_tokens = [candidate[0] for candidate in candidates]
-    numbered = list(enumerate(contexts))
-    together = max(1, rows // len(candidates))
-    for batch in batches_of_one_length(numbered, lambda pair: len(pair[1]), together):
-        numbers, texts = zip(*batch, strict=True)
-        ids = torch.tensor(texts, device=subject.model.device)
-        cache = repeat_rows(prefix, len(batch))
-        outputs = subject.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
-        log_probabilities = outputs.logits[:, -1].float().log_softmax(-1)
+    lengths = list(map(len, contexts))
+    contexts_at_once = max(1, rows // len(candidates))
+    for numbers in batches_of_one_length(range(len(contexts)), lengths.__getitem__, contexts_at_once):
+        ids = torch.tensor([contexts[number] for number in numbers])
+        cache = repeat_rows(prefix, len(numbers))
+        logits, cache = read_on(subject.model, ids, cache, logits_to_keep=1)
+        log_probabilities = logits[:, -1].float().log_softmax(-1)
         scores = log_probabilities[:, first_tokens].cpu()
-        scores += _scores_of_rest(subject, outputs[CACHE_NAME], len(batch), candidates, rows)
+        candidates_at_once = max(1, rows // len(numbers))
+        for start in range(0, len(candidates), candidates_at_once):
+            part = slice(start, start + candidates_at_once)
+            scores[:, part] += _scores_of_rest(subject, cache, len(numbers), candidates[part])
         require_finite(scores, "class_incremental: the scores of labels")
         chosen |= zip(numbers, scores.argmax(1).tolist(), strict=True)
-    return [chosen[number] for number, _ in numbered]
+    return list(map(chosen.get, range(len(contexts))))
 
 
-def _scores_of_rest(subject: Subject, cache, batch: int, candidates: list[list[int]], rows: int) -> Tensor:
+def _scores_of_rest(subject: Subject, cache, batch: int, candidates: list[Tokens]) -> Tensor:
     """Summed log-probabilities of the candidates' tokens after their first, [B, C]; `cache` has B rows."""
-    together = max(1, rows // batch)
-    scores = []
-    for start in range(0, len(candidates), together):
-        part = [torch.tensor(candidate) for candidate in candidates[start : start + together]]
-        tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
-        lengths = torch.tensor(list(map(len, part)))
-        is_token = torch.arange(tokens.shape[1]) < lengths[:, None]
-        # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
-        ids = tokens.repeat(batch, 1).to(subject.model.device)
-        repeated = repeat_rows(cache, len(part))
-        logits = subject.model(input_ids=ids[:, :-1], use_cache=True, **{CACHE_NAME: repeated}).logits
-        log_probabilities = logits.float().log_softmax(-1)
-        targets = ids[:, 1:, None]
-        of_tokens = log_probabilities.gather(-1, targets).squeeze(-1).cpu()
-        is_counted = is_token[:, 1:].repeat(batch, 1)
-        sums = of_tokens.where(is_counted, 0.0).sum(1)
-        scores.append(sums.view(batch, len(part)))
-    return torch.cat(scores, 1)
+    tokens = pad_sequence(list(map(torch.tensor, candidates)), batch_first=True)
+    lengths = torch.tensor(list(map(len, candidates)))
+    is_token = torch.arange(tokens.shape[1]) < lengths[:, None]
+    # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
+    ids = tokens.repeat(batch, 1).to(subject.model.device)
+    logits, _ = read_on(subject.model, ids[:, :-1], repeat_rows(cache, len(candidates)))
+    log_probabilities = logits.float().log_softmax(-1)
+    targets = ids[:, 1:, None]
+    of_tokens = log_probabilities.gather(-1, targets).squeeze(-1).cpu()
+    is_counted = is_token[:, 1:].repeat(batch, 1)
+    sums = of_tokens.where(is_counted, 0.0).sum(1)
+    return sums.view(batch, len(candidates))

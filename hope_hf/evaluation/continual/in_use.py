@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
 from hope_hf.common.flags import LONGEST
@@ -24,10 +23,10 @@ from hope_hf.optim import build_optimizer
 from ..checkpoints import Checkpoint, find_checkpoints
 from ..display import small_curves
 from ..flags import MODEL, TEXT, Arguments, suite
-from ..result import CannotRun, Row, SuiteResult, put, summary_row
+from ..result import Number, Row, SuiteResult, put, summary_row
 from ..streams import document_losses, mean_of_blocks
 from ..subject import Subject, load_subject, require_finite
-from .fine_tuning import BETAS, EPSILON, MAX_GRAD_NORM, WEIGHT_DECAY
+from .fine_tuning import BETAS, EPSILON, WEIGHT_DECAY, descend
 from .in_context import read
 from .segments import (
     Measured,
@@ -79,7 +78,7 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
     learned = []
     tested = []
     learning = []
-    points = [Checkpoint("", 0, 0)]
+    points = [Checkpoint("", step=0, tokens=0)]
     for step, segment in enumerate(segments, start=1):
         first_half, second_half = _halves(segment, subject)
         learned.append(first_half)
@@ -103,8 +102,9 @@ def learn_in_use(args: Arguments, subject: Subject, segments: list[Segment]) -> 
             rows.append(_with_change({"way": way, **row}, measured))
         transfers = transfer(points, measured)
         table += [{"way": way, **row} for row in transfers]
-        summary.append(summary_row(f"{way}: loss after the last segment", transfers[-1]["last"], None))
-        summary.append(summary_row(f"{way}: forgetting", transfers[-1]["forgetting"], None))
+        mean = transfers[-1]
+        summary.append(summary_row(f"{way}: loss after the last segment", mean["last"], None))
+        summary.append(summary_row(f"{way}: forgetting", mean["forgetting"], None))
     for row, documents in zip(learning, learned, strict=True):
         losses = document_losses(args, subject, documents, f"continual: levels as trained, {row['segment']}")
         row["loss_levels_as_trained"], _ = mean_of_blocks(losses)
@@ -128,7 +128,9 @@ def _fits_a_context(subject: Subject, learned: list[list[Tensor]], tested: list[
     if subject.longest_input is None:
         return True
     in_context = sum(map(len, chain.from_iterable(learned)))
-    longest = max(map(len, chain.from_iterable(segment.documents for segment in tested)))
+    longest = 0
+    for segment in tested:
+        longest = max(longest, *map(len, segment.documents))
     return in_context + longest - 1 <= subject.longest_input
 
 
@@ -138,7 +140,8 @@ def draw(rows: list[Row], path: Path):
     for row in rows:
         title = f"{row['segment']}: loss above that before learning, nats per token"
         points = panels.setdefault(title, {}).setdefault(row["way"], [])
-        points.append((row["tokens"], (row["change"], row["change_stderr"])))
+        change = Number(row["change"], row["change_stderr"])
+        points.append((row["tokens"], change))
     small_curves(path, panels, "tokens learned")
 
 
@@ -184,20 +187,18 @@ def _levels(subject: Subject, texts: list[list[Tensor]], learning: list[Row]) ->
         row |= {"n": num_scored(documents), "loss": 0.0, "steps": 0, "skipped_gate": 0, "skipped_not_finite": 0}
         losses = []
         for document in documents:
-            levels = cache.levels
-            cache = HopeCache(model.config)
-            cache.levels = levels
             report = model.learn(document[None].to(model.device), cache=cache)
             losses.append(report.loss * (len(document) - 1))
             row["steps"] += sum(report.steps)
             row["skipped_gate"] += report.skipped_gate
             row["skipped_not_finite"] += report.skipped_not_finite
+            levels = cache.levels
+            # The context does not go on.
+            cache = HopeCache(model.config)
+            cache.levels = levels
         row["loss"] = math.fsum(losses) / row["n"]
         row["drift"] = report.drift
         row["state_mib"] = report.state_bytes / 2**20
-        levels = cache.levels
-        cache = HopeCache(model.config)
-        cache.levels = levels
         yield subject, cache
 
 
@@ -222,22 +223,14 @@ def _fine_tuned(args: Arguments, subject: Subject, texts: list[list[Tensor]]) ->
     yield learner, None
     for documents in texts:
         model.train()
-        for piece in chain.from_iterable(document.split(period) for document in documents):
-            if len(piece) > 1:
-                _step(model, optimizer, piece[None].to(model.device))
+        for document in documents:
+            for piece in document.split(period):
+                if len(piece) > 1:
+                    ids = piece[None].to(model.device)
+                    loss = model(ids, labels=ids, use_cache=False).loss
+                    descend(model, optimizer, loss, "continual")
         model.eval()
         yield learner, None
-
-
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    """One step on token ids [1, T]."""
-    loss = model(ids, labels=ids, use_cache=False).loss
-    if not math.isfinite(loss.item()):
-        raise CannotRun("continual: the loss of fine-tuning is not finite: lower --learning_rate.")
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
 
 
 def _losses(args: Arguments, subject: Subject, cache: HopeCache | None, segment: Segment, way: str) -> Tensor:

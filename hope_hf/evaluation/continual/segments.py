@@ -1,6 +1,7 @@
 """Segments of a stream: the loss of each under every checkpoint of a run, forgetting and backward transfer."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,7 +17,7 @@ from ..checkpoints import Checkpoint
 from ..display import small_curves
 from ..flags import Arguments
 from ..held_out import held_out_documents
-from ..result import Number, Row, SuiteResult, put, summary_row
+from ..result import UNKNOWN, Number, Row, SuiteResult, put, summary_row
 from ..streams import bits_per_byte, document_losses, mean_of_blocks
 from ..subject import Subject, load_subject, require_finite
 
@@ -54,10 +55,7 @@ def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
                     f"--segments {args.segments}, corpus {corpus.name}, has shards: name its text with files."
                 )
 
-        def open_corpora(subject: Subject) -> list[Segment]:
-            return [open_segment(args.segments, corpus, subject) for corpus in corpora]
-
-        return open_corpora
+        return partial(_open_corpora, args.segments, corpora)
     if not args.dataset_mixture and not args.train_shards:
         raise ValueError(
             "--suite continual needs --segments: name a file with a corpus for each segment, or the run's "
@@ -68,11 +66,16 @@ def segment_opener(args: Arguments) -> Callable[[Subject], list[Segment]]:
     for text, corpus in zip(held_out.texts, held_out.corpora, strict=True):
         texts.setdefault(corpus, []).append(text)
     _require_several(held_out.source, len(texts))
+    return partial(_encoded, texts)
 
-    def open_held_out(subject: Subject) -> list[Segment]:
-        return [_segment(name, of_corpus, subject) for name, of_corpus in texts.items()]
 
-    return open_held_out
+def _open_corpora(path: str, corpora: list[Corpus], subject: Subject) -> list[Segment]:
+    return [open_segment(path, corpus, subject) for corpus in corpora]
+
+
+def _encoded(texts: dict[str, list[str]], subject: Subject) -> list[Segment]:
+    """A segment for the texts of each corpus."""
+    return [_segment(name, texts_of_corpus, subject) for name, texts_of_corpus in texts.items()]
 
 
 def open_segment(path: str, corpus: Corpus, subject: Subject) -> Segment:
@@ -155,10 +158,11 @@ def of_checkpoints(
     losses = [_losses(args, checkpoint, segments) for checkpoint in checkpoints]
     measured = measured_segments(segments, losses)
     rows = by_checkpoint(checkpoints, measured)
+    # Bits per byte of all segments, by step.
     bits = {}
     for row in rows:
-        place = {"step": row["step"], "tokens": row["tokens"]}
-        bits.setdefault(row["step"], place)[row["segment"]] = row["bits_per_byte"]
+        checkpoint_of_row = {"step": row["step"], "tokens": row["tokens"]}
+        bits.setdefault(row["step"], checkpoint_of_row)[row["segment"]] = row["bits_per_byte"]
     transfers = transfer(checkpoints, measured)
     tables = {
         "Bits per byte": list(bits.values()),
@@ -176,8 +180,8 @@ def of_checkpoints(
 def measured_segments(segments: list[Segment], losses: list[list[Tensor]]) -> list[Measured]:
     """The segments with their losses: [T] of every segment, by checkpoint."""
     measured = []
-    for segment, of_segment in zip(segments, zip(*losses, strict=True), strict=True):
-        measured.append(Measured(segment.name, torch.stack(of_segment), segment.num_bytes))
+    for segment, *losses_of_segment in zip(segments, *losses, strict=True):
+        measured.append(Measured(segment.name, torch.stack(losses_of_segment), segment.num_bytes))
     return measured
 
 
@@ -197,14 +201,15 @@ def by_checkpoint(checkpoints: list[Checkpoint], measured: list[Measured]) -> li
                 "loss_stderr": stderr,
                 **bits_per_byte(loss, stderr, count / segment.num_bytes),
             }
-            put(row, "forgetting", forgetting(segment, index) if index else (None, None))
+            put(row, "forgetting", forgetting(segment, index) if index else UNKNOWN)
             rows.append(row)
     return rows
 
 
-def forgetting(segment: Measured, index: int) -> tuple[float, float | None]:
+def forgetting(segment: Measured, index: int) -> Number:
     """Loss of a checkpoint minus that of the best earlier one, and the standard error, paired by token."""
-    best = int(segment.losses[:index].double().mean(1).argmin())
+    earlier = segment.losses[:index].double()
+    best = int(earlier.mean(1).argmin())
     return mean_of_blocks(segment.losses[index] - segment.losses[best])
 
 
@@ -225,19 +230,20 @@ def transfer(checkpoints: list[Checkpoint], measured: list[Measured]) -> list[Ro
         }
         put(row, "forgetting", forgetting(segment, last))
         row["ends_at"] = f"{checkpoints[end].step:,}"
-        gain = (None, None)
+        gain = UNKNOWN
         # Of a segment that the last checkpoint ends it would be 0 by construction.
         if end < last:
             gain = mean_of_blocks(segment.losses[end] - segment.losses[-1])
         put(row, "backward_transfer", gain)
         rows.append(row)
-    return [*rows, _means(rows)]
+    rows.append(_means(rows))
+    return rows
 
 
 def _end_of_share(checkpoints: list[Checkpoint], share: Fraction) -> int:
     """The number of the first checkpoint at or after the end of a share of the stream."""
-    end = checkpoints[-1].step * share
-    return next(index for index, checkpoint in enumerate(checkpoints) if checkpoint.step >= end)
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    return bisect_left(steps, steps[-1] * share)
 
 
 def _means(rows: list[Row]) -> Row:
@@ -256,11 +262,12 @@ def draw(rows: list[Row], path: Path):
     columns = {"bits per byte": "bits_per_byte", "forgetting: loss above the best earlier checkpoint": "forgetting"}
     panels = {}
     for title, name in columns.items():
-        panels[title] = {}
+        curves = {}
         for row in rows:
             if row[name] is not None:
                 number = Number(row[name], row[f"{name}_stderr"])
-                panels[title].setdefault(row["segment"], []).append((row[unit], number))
+                curves.setdefault(row["segment"], []).append((row[unit], number))
+        panels[title] = curves
     small_curves(path, panels, unit)
 
 

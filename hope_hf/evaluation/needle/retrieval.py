@@ -2,11 +2,12 @@
 
 import math
 from functools import partial
-from itertools import chain, product
-from operator import itemgetter
+from itertools import product
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hope_hf import frozen_memories
 
@@ -34,68 +35,75 @@ def needle(args: Arguments, subject: Subject) -> SuiteResult:
     The haystack `text` is read from the text flags. Raises ValueError for lengths that the model's positions, the
     needles or the text do not allow.
     """
-    tasks = chosen_tasks(args, "needle", TASKS if args.tasks else RULER)
-    new_tokens = args.max_new_tokens or NEW_TOKENS
-    return _retrieve("needle", args, subject, tasks, args.lengths or DEFAULT_LENGTHS, new_tokens)
+    names = chosen_tasks(args, "needle", TASKS if args.tasks else RULER)
+    lengths = args.lengths or DEFAULT_LENGTHS
+    return _retrieve("needle", args, subject, names, lengths, new_tokens=args.max_new_tokens or NEW_TOKENS)
 
 
 @suite(*MODEL, "lengths", "depths", "samples_per_length", "limit", "batch_size", "seed")
 def passkey(args: Arguments, subject: Subject) -> SuiteResult:
     """The needle task `passkey` alone, in shorter texts."""
+    lengths = args.lengths or PASS_KEY_LENGTHS
     # A digit is at least one token, and a space may be one.
-    return _retrieve("passkey", args, subject, ["passkey"], args.lengths or PASS_KEY_LENGTHS, PASS_KEY_DIGITS + 1)
+    return _retrieve("passkey", args, subject, ["passkey"], lengths, new_tokens=PASS_KEY_DIGITS + 1)
 
 
 def _retrieve(
     suite: str, args: Arguments, subject: Subject, names: list[str], lengths: str, new_tokens: int
 ) -> SuiteResult:
-    tasks = [TASKS[name] for name in names]
     lengths = parse_lengths(lengths)
     depths = parse_depths(args.depths)
     subject.require_positions(lengths[-1])
+    seeds = range(args.seed, args.seed + args.texts_per_length)
     haystacks = {}
-    for task in tasks:
+    descriptions = {}
+    for name in names:
+        task = TASKS[name]
         if task.haystack not in haystacks:
             haystacks[task.haystack] = HAYSTACKS[task.haystack](subject, lengths[-1], args)
-    seeds = range(args.seed, args.seed + args.texts_per_length)
-
-    def samples(task: NeedleTask, length: int, depth: float) -> list[Sample]:
-        return make_samples(subject, task, haystacks[task.haystack], length, depth, seeds)
-
-    vocab_size = subject.model.config.vocab_size
-    # Lengths that are too short or too long are refused before anything is measured.
-    for task in tasks:
-        samples(task, lengths[0], 0.0)
-    descriptions = [describe(task, samples(task, lengths[-1], 0.0), vocab_size) for task in tasks]
-    tables = {"Tasks, and the scores of chance": descriptions}
+        # Lengths that are too short or too long are refused before anything is measured.
+        for length in (lengths[0], lengths[-1]):
+            samples = make_samples(subject, task, haystacks[task.haystack], length, 0.0, seeds)
+        descriptions[name] = describe(task, samples, subject.model.config.vocab_size)
+    tables = {"Tasks, and the scores of chance": list(descriptions.values())}
     pictures = {}
-    scores = []
-    with progress(None, suite, len(tasks) * len(lengths) * len(depths)) as bar:
-        for task, description in zip(tasks, descriptions, strict=True):
+    summary = []
+    with progress(None, suite, len(names) * len(lengths) * len(depths)) as bar:
+        for name in names:
+            task = TASKS[name]
             rows = []
             for length, depth in product(lengths, depths):
-                row = measure(subject, task, samples(task, length, depth), args.rows, new_tokens)
+                samples = make_samples(subject, task, haystacks[task.haystack], length, depth, seeds)
+                row = measure(subject, task, samples, args.rows, new_tokens)
                 require_finite(torch.tensor(row["loss"]), f"{suite}: the model's losses")
                 rows.append({"length": length, "depth": depth, **row})
                 bar.update()
             tables[task.title] = rows
-            pictures[f"needle_{task.name}.png"] = partial(draw, task.name, rows)
-            chance = description["chance"]
-            for name, guessed in (("generated", task.chance_generated(chance)), ("exact", chance)):
-                mean = sum(map(itemgetter(name), rows)) / len(rows)
-                scores.append(summary_row(f"{task.name}, {name}, mean of all", mean, None, guessed))
-    return SuiteResult(tables, pictures, summary=scores)
+            pictures[f"needle_{name}.png"] = partial(draw, name, rows)
+            summary += _summary(task, rows, descriptions[name]["chance"])
+    return SuiteResult(tables, pictures, summary=summary)
 
 
-def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:
+def _summary(task: NeedleTask, rows: list[Row], chance: float) -> list[Row]:
+    """The means over all lengths and depths; `chance`: that of uniformly drawn tokens."""
+    chances = {"generated": task.chance_generated(chance), "exact": chance}
+    summary = []
+    for score, chance_of_score in chances.items():
+        mean = sum(row[score] for row in rows) / len(rows)
+        summary.append(summary_row(f"{task.name}, {score}, mean of all", mean, None, chance_of_score))
+    return summary
+
+
+def describe(task: NeedleTask, samples: list[Sample], vocab_size: int) -> Row:
     """A row that describes a task and gives the scores of a uniform guess.
 
     chance: the expected `exact` of uniformly drawn tokens; chance_loss: nats per token.
     """
     chances = []
-    for span in chain.from_iterable(sample.spans for sample in samples):
-        tokens = span.stop - span.start
-        chances.append(vocab_size ** -float(tokens))
+    for sample in samples:
+        for span in sample.spans:
+            tokens = span.stop - span.start
+            chances.append(vocab_size ** -float(tokens))
     return {
         "task": task.name,
         "haystack": task.haystack,
@@ -110,24 +118,26 @@ def describe(task: NeedleTask, samples: list, vocab_size: int) -> Row:
 
 def draw(name: str, rows: list[Row], path: Path):
     """Heat maps over length and depth: generated, teacher-forced, and the gain over frozen memories."""
-    lengths = sorted(set(map(itemgetter("length"), rows)))
-    depths = sorted(set(map(itemgetter("depth"), rows)))
-    # A row is measured for every length, and in it for every depth.
-    shape = len(lengths), len(depths)
-    generated = torch.tensor(list(map(itemgetter("generated"), rows)), dtype=torch.float64).view(shape)
-    exact = torch.tensor(list(map(itemgetter("exact"), rows)), dtype=torch.float64).view(shape)
+    lengths = sorted({row["length"] for row in rows})
+    depths = sorted({row["depth"] for row in rows})
     panels = [
-        Panel("generated, share of the values", generated.T.tolist()),
-        Panel("teacher-forced, share of the values", exact.T.tolist()),
+        Panel("generated, share of the values", _by_depth(rows, "generated", len(depths)).tolist()),
+        Panel("teacher-forced, share of the values", _by_depth(rows, "exact", len(depths)).tolist()),
     ]
     if "frozen" in rows[0]:
-        saved = torch.tensor([row["frozen"] - row["loss"] for row in rows], dtype=torch.float64).view(shape)
+        saved = _by_depth(rows, "frozen", len(depths)) - _by_depth(rows, "loss", len(depths))
         largest = max(0.01, float(saved.abs().max()))
         title = "loss saved by the memories, nats per token"
-        panels.append(Panel(title, saved.T.tolist(), (-largest, largest), "RdBu"))
+        panels.append(Panel(title, saved.tolist(), limits=(-largest, largest), colours="RdBu"))
     depth_names = list(map("{:g}".format, depths))
     length_names = list(map("{:,}".format, lengths))
     heat_maps(path, panels, depth_names, length_names, ("length, tokens", "depth of the needle (0: first)"), name)
+
+
+def _by_depth(rows: list[Row], column: str, num_depths: int) -> Tensor:
+    """A column as [depths, lengths]: a row is measured for every length, and in it for every depth."""
+    values = torch.tensor([row[column] for row in rows], dtype=torch.float64)
+    return values.view(-1, num_depths).T
 
 
 def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_size: int, new_tokens: int) -> Row:
@@ -140,7 +150,7 @@ def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_siz
     columns = {"generated": [], "exact": [], "loss": []}
     if subject.has_memory:
         columns |= {"frozen_exact": [], "frozen": []}
-    for batch in batches_of_one_length(samples, lambda sample: len(sample.prompt), batch_size):
+    for batch in batches_of_one_length(samples, Sample.prompt_length, batch_size):
         prompts = torch.tensor([sample.prompt for sample in batch])
         answers = subject.continued(prompts, new_tokens)
         for answer, sample in zip(answers, batch, strict=True):
@@ -160,20 +170,20 @@ def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float]
     """Per sample: the share of values whose tokens are all the likeliest, and the mean loss of their tokens."""
     rows = [torch.tensor(sample.prompt + sample.answer) for sample in samples]
     # Padding on the right cannot change a row.
-    texts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    texts = pad_sequence(rows, batch_first=True)
     scores = carried_scores(subject.model, texts)
     exact = []
     losses = []
     for index, sample in enumerate(samples):
         hits = []
         losses_of_values = []
+        # A token's scores are one place before it.
+        start = sample.prompt_length() - 1
         for span in sample.spans:
-            start = len(sample.prompt) + span.start
-            stop = len(sample.prompt) + span.stop
-            # a token's scores are one place before it
-            of_value = scores.part(index, start - 1, stop - 1)
-            hits.append(torch.equal(of_value.guesses, texts[index, start:stop]))
-            losses_of_values.append(of_value.losses)
+            scores_of_value = scores.part(index, start + span.start, start + span.stop)
+            value = torch.tensor(sample.answer[span])
+            hits.append(torch.equal(scores_of_value.guesses, value))
+            losses_of_values.append(scores_of_value.losses)
         exact.append(sum(hits) / len(hits))
         losses.append(float(torch.cat(losses_of_values).mean()))
     return exact, losses

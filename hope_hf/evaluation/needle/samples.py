@@ -4,7 +4,7 @@ import re
 import textwrap
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, cycle, islice
 from operator import itemgetter
 from random import Random
 
@@ -14,7 +14,7 @@ from ..subject import Subject
 from .tasks import NeedleTask, Wording
 
 # As in RULER, needles without a given depth lie at 40 evenly spaced depths.
-DEPTHS = [round(100 * index / 39) / 100 for index in range(40)]
+DEPTHS = [round(index / 39, 2) for index in range(40)]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 # A text without sentences, such as code, is cut between words into strings of at most so many characters.
 LONGEST_SENTENCE = 400
@@ -22,10 +22,13 @@ LONGEST_SENTENCE = 400
 CHARACTERS = 16
 
 
+Tokens = list[int]
+
+
 class Haystack:
     """Sentences as lists of tokens, each with the separator before it."""
 
-    def __init__(self, sentences: list[list[int]], source: str, before: str, separator: str):
+    def __init__(self, sentences: list[Tokens], source: str, before: str, separator: str):
         """`source`: names a text that is too short in errors. `before`: between the instructions and the text.
         `separator`: before every needle."""
         self._sentences = sentences
@@ -34,7 +37,7 @@ class Haystack:
         self.separator = separator
         self._ends = list(accumulate(map(len, sentences)))
 
-    def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
+    def around(self, needles: list[Tokens], depths: list[float], room: int) -> Tokens:
         """`room` tokens of the text with the needles before the sentences that begin nearest to their depths.
 
         `depths` are from 0 (before the first sentence) to 1 (after the last). Raises ValueError if the text has
@@ -47,39 +50,39 @@ class Haystack:
                 f"--lengths asks for {room:,} tokens around the needles, and the text ({self._source}) has "
                 f"{len(tokens):,}: lower it or give a longer text with --validation_file."
             )
-        begins = [0, *(end for end in self._ends if end < room), room]
+        begins = [0, *self._ends[: enough - 1], room]
         hidden = []
         for depth, needle in zip(depths, needles, strict=True):
             hidden.append((_nearest(begins, depth * room), needle))
         hidden.sort(key=itemgetter(0))
-        woven = []
+        text = []
         start = 0
-        for place, needle in hidden:
-            woven += tokens[start:place] + needle
-            start = place
-        return woven + tokens[start:room]
+        for begin, needle in hidden:
+            text += tokens[start:begin] + needle
+            start = begin
+        return text + tokens[start:room]
 
 
-def _nearest(places: list[int], wanted: float) -> int:
-    return min(places, key=lambda place: abs(place - wanted))
+def _nearest(numbers: list[int], number: float) -> int:
+    return min(numbers, key=lambda candidate: abs(candidate - number))
 
 
 class Filler(Haystack):
     """The same sentences again and again, before the needle and after it, cut at any token."""
 
-    def __init__(self, tokens: list[int]):
+    def __init__(self, tokens: Tokens):
         super().__init__([tokens], "", "", "")
 
-    def around(self, needles: list[list[int]], depths: list[float], room: int) -> list[int]:
+    def around(self, needles: list[Tokens], depths: list[float], room: int) -> Tokens:
         """`room` tokens of the filler around a single needle."""
         before = round(room * depths[0])
-        return self._repeated(before) + needles[0] + self._repeated(room - before)
+        after = room - before
+        return self._repeated(before) + needles[0] + self._repeated(after)
 
-    def _repeated(self, count: int) -> list[int]:
+    def _repeated(self, count: int) -> Tokens:
         """The first tokens of the filler's endless text."""
-        tokens = self._sentences[0]
-        times = count // len(tokens) + 1
-        return (tokens * times)[:count]
+        endless = cycle(self._sentences[0])
+        return list(islice(endless, count))
 
 
 def filler(subject: Subject, longest: int, args: Arguments | None = None) -> Haystack:
@@ -90,7 +93,8 @@ def filler(subject: Subject, longest: int, args: Arguments | None = None) -> Hay
 def noise(subject: Subject, longest: int, args: Arguments | None = None) -> Haystack:
     """Five short sentences again and again, for texts of up to `longest` tokens."""
     sentence = subject.encode(f"\n{NOISE}")
-    return Haystack([sentence] * (longest // len(sentence) + 1), "the noise", "", "\n")
+    times = longest // len(sentence) + 1
+    return Haystack([sentence] * times, "the noise", "", "\n")
 
 
 def text(subject: Subject, longest: int, args: Arguments) -> Haystack:
@@ -129,6 +133,10 @@ class Sample:
     spans: list[slice]
     values: list[str]
 
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
 
 def make_samples(
     subject: Subject, task: NeedleTask, haystack: Haystack, length: int, depth: float, seeds: range
@@ -140,28 +148,27 @@ def make_samples(
     other depths are drawn. Values of one key are expected in the order of the text. Keys, values and the other depths
     depend on task and seed alone. Raises ValueError if the length is too short.
     """
-    wordings = []
-    all_depths = []
-    answers = []
+    drafts = []
+    longest_answer = 0
     for seed in seeds:
         generator = Random(f"{task.name} {seed}")
         wording = task.word(generator)
         depths = [depth, *generator.sample(DEPTHS, task.needles - 1)]
         if task.values > 1:
             depths.sort()
-        wordings.append(wording)
-        all_depths.append(depths)
-        answers.append(answer_tokens(subject, wording.answers))
-    longest_answer = max(len(answer) for answer, _ in answers)
+        drafts.append((wording, depths))
+        answer, _ = answer_tokens(subject, wording.answers)
+        longest_answer = max(longest_answer, len(answer))
     samples = []
-    for wording, depths, (answer, spans) in zip(wordings, all_depths, answers, strict=True):
+    for wording, depths in drafts:
+        answer, spans = answer_tokens(subject, wording.answers)
         reserved = len(answer) if isinstance(haystack, Filler) else longest_answer
         prompt = _prompt(subject, task, wording, haystack, depths, length - reserved)
         samples.append(Sample(prompt, answer, spans, wording.answers))
     return samples
 
 
-def answer_tokens(subject: Subject, values: list[str]) -> tuple[list[int], list[slice]]:
+def answer_tokens(subject: Subject, values: list[str]) -> tuple[Tokens, list[slice]]:
     """The tokens of ` a, b, and c`, and the place of each value in them."""
     tokens = []
     spans = []
@@ -176,16 +183,15 @@ def answer_tokens(subject: Subject, values: list[str]) -> tuple[list[int], list[
 
 def _prompt(
     subject: Subject, task: NeedleTask, wording: Wording, haystack: Haystack, depths: list[float], length: int
-) -> list[int]:
+) -> Tokens:
     """A prompt of exactly `length` tokens."""
-    before = subject.encode(wording.before + haystack.before)
+    before = [subject.start, *subject.encode(wording.before + haystack.before)]
     question = subject.encode(wording.question)
     needles = [subject.encode(haystack.separator + needle) for needle in wording.needles]
-    taken = 1 + len(before) + sum(map(len, needles)) + len(question)
-    room = length - taken
+    room = length - len(before) - sum(map(len, needles)) - len(question)
     if room < 0:
         raise ValueError(
             f"--lengths is too short for the needles and the question of {task.name}: give at least {-room:,} tokens "
             "more."
         )
-    return [subject.start, *before, *haystack.around(needles, depths, room), *question]
+    return before + haystack.around(needles, depths, room) + question
