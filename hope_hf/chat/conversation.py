@@ -93,13 +93,18 @@ class Conversation:
     def grows(self) -> bool:
         """Whether the state grows with the text."""
         config = self.model.config
-        return any(mixer.cache_bytes(config, _LONG) != mixer.cache_bytes(config, 2 * _LONG) for mixer in config.mixers)
+        for mixer in config.mixers:
+            if mixer.cache_bytes(config, _LONG) < mixer.cache_bytes(config, 2 * _LONG):
+                return True
+        return False
 
     @property
     def state_size(self) -> str:
         """Size of what was read, without what levels have learned, in words."""
-        size = sum(tensor.nbytes for tensor in self.cache.state_tensors().values()) - self.cache.level_bytes
-        return f"{size / 1e6:,.1f} MB, {'grows with every token' if self.grows else 'constant'}"
+        size = sum(tensor.nbytes for tensor in self.cache.state_tensors().values())
+        size -= self.cache.level_bytes
+        growth = "grows with every token" if self.grows else "constant"
+        return f"{size / 1e6:,.1f} MB, {growth}"
 
     def say(self, message: str) -> str:
         """The answer to a message, which is printed while it is made.
@@ -113,9 +118,12 @@ class Conversation:
             new_ids = self._generate(ids, "message")
             answer = self.tokenizer.decode(new_ids, skip_special_tokens=True)
             text += self.tokenizer.decode(new_ids, skip_special_tokens=False)
-            question = {"role": "user", "content": message}
-            messages = (*self.transcript.messages, question, {"role": "assistant", "content": answer})
-            self.transcript = Transcript((new_ids[-1],), messages, self.transcript.text + text)
+            new_messages = ({"role": "user", "content": message}, {"role": "assistant", "content": answer})
+            self.transcript = Transcript(
+                unread=(new_ids[-1],),
+                messages=self.transcript.messages + new_messages,
+                text=self.transcript.text + text,
+            )
         return answer
 
     def complete(self, text: str) -> str:

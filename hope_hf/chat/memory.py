@@ -36,7 +36,7 @@ class Memory:
         self._checksum: str | None = None
 
     @contextmanager
-    def held(self) -> Iterator["Memory"]:
+    def locked(self) -> Iterator["Memory"]:
         """Inside, no other program reads or writes the folder.
 
         Raises:

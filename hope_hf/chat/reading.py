@@ -1,9 +1,11 @@
 """Reading a file: its losses while the levels learn from it, beside those of frozen levels."""
 
 import copy
+import math
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -42,11 +44,12 @@ class _Reader:
         start = time.perf_counter()
         options = {"learn": True} if self.learn else {}
         logits = model(ids, cache=self.cache, **options).logits[0].float()
-        if self.logits is None:
-            losses = cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
-        else:
-            losses = cross_entropy(torch.cat([self.logits, logits[:-1]]), ids[0], reduction="none")
-        self.losses.append(losses)
+        before_tokens = logits[:-1]
+        targets = ids[0, 1:]
+        if self.logits is not None:
+            before_tokens = torch.cat([self.logits, before_tokens])
+            targets = ids[0]
+        self.losses.append(cross_entropy(before_tokens, targets, reduction="none"))
         self.logits = logits[-1:].clone()
         self.seconds += time.perf_counter() - start
 
@@ -120,27 +123,31 @@ def _read(conversation: Conversation, readers: list[_Reader], ids: list[int], na
     options = {"total": len(ids), "desc": name, "leave": False, "bar_format": words, "unit_scale": False}
     if not sys.stderr.isatty():
         options |= {"file": LogLines(), "mininterval": 0, "miniters": 1, "delay": LOG_SECONDS}
-    start = 0
+    ends = _ends(conversation, len(ids))
     with tqdm(**options) as bar:
-        for end in _ends(conversation, len(ids)):
-            losses = []
+        for start, end in pairwise([0, *ends]):
+            piece = conversation.as_input(ids[start:end])
+            shown = []
             for reader in readers:
-                reader.read(conversation.model, conversation.as_input(ids[start:end]))
-                if len(reader.losses[-1]):
-                    losses.append(f"{reader.losses[-1].mean():.3f} {reader.name}")
-            bar.set_postfix_str(", ".join(losses), refresh=False)
+                reader.read(conversation.model, piece)
+                losses = reader.losses[-1]
+                if len(losses):
+                    shown.append(f"{losses.mean():.3f} {reader.name}")
+            bar.set_postfix_str(", ".join(shown), refresh=False)
             bar.update(end - start)
-            start = end
 
 
 def _ends(conversation: Conversation, tokens: int) -> list[int]:
     """Where the calls for a text end: where the levels take steps, so that cuts change no result."""
     config = conversation.model.config
     levels = conversation.cache.levels
-    period = PIECE if config.level_learning is None else config.level_learning.resolved(config).periods[0]
-    size = -(-PIECE // period) * period
-    first = size if levels is None else size - int(levels.tokens[0]) % period
-    return [*range(first, tokens, size), tokens]
+    period = PIECE
+    if config.level_learning is not None:
+        period = config.level_learning.resolved(config).periods[0]
+    size = math.ceil(PIECE / period) * period
+    # Tokens since the levels' last step.
+    waiting = 0 if levels is None else int(levels.tokens[0]) % period
+    return [*range(size - waiting, tokens, size), tokens]
 
 
 def _gain(learning: Row, frozen: Row) -> str:
@@ -151,8 +158,9 @@ def _gain(learning: Row, frozen: Row) -> str:
 
 
 def _change(loss: float, of: float) -> str:
-    share = 100 * abs(loss / of - 1)
-    return f"{share:.1f} % {'lower' if loss <= of else 'higher'}"
+    percent = 100 * abs(loss / of - 1)
+    direction = "lower" if loss <= of else "higher"
+    return f"{percent:.1f} % {direction}"
 
 
 def _learned(conversation: Conversation, before) -> str:
@@ -163,8 +171,10 @@ def _learned(conversation: Conversation, before) -> str:
     if before is not None:
         steps -= int(before.steps.sum())
         skipped -= int(before.skipped.sum())
-    left_out = f", {skipped:,} left out (the text looks random)" if skipped else ""
-    return f"The levels took {steps:,} step{'' if steps == 1 else 's'}{left_out}; {learned_size(conversation)}."
+    what = f"{steps:,} step" if steps == 1 else f"{steps:,} steps"
+    if skipped:
+        what += f", {skipped:,} left out (the text looks random)"
+    return f"The levels took {what}; {learned_size(conversation)}."
 
 
 def learned_size(conversation: Conversation) -> str:

@@ -53,7 +53,7 @@ def generate(argv: list[str]) -> int:
 
 def _memory(args: Arguments | GenerateArguments) -> AbstractContextManager[Memory | None]:
     """The folder of `--memory`, held until the program ends, and before it reads for an hour."""
-    return nullcontext() if args.memory is None else Memory(args.memory, args.memory_dtype).held()
+    return nullcontext() if args.memory is None else Memory(args.memory, args.memory_dtype).locked()
 
 
 def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Conversation:

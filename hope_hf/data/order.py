@@ -4,8 +4,10 @@ An order maps the places 0, 1, 2, ... of the endless sequence of rows to indices
 one epoch.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -21,7 +23,8 @@ class Shuffled:
     """Every epoch is a new permutation of all blocks, from seed and epoch; epochs follow without a gap."""
 
     def __init__(self, count: int, seed: int):
-        self.count, self.seed = count, seed
+        self.count = count
+        self.seed = seed
         # A batch may span two epochs.
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
@@ -29,27 +32,29 @@ class Shuffled:
         return self.count
 
     def __call__(self, place: int) -> int:
-        epoch, place = divmod(place, self.count)
-        return int(self._permutation(epoch)[place])
+        epoch, place_in_epoch = divmod(place, self.count)
+        permutation = self._permutation(epoch)
+        return int(permutation[place_in_epoch])
 
     def _permute(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
-        return torch.randperm(self.count, generator=generator)
+        return _random_order(self.count, stable_seed(self.seed, epoch))
 
 
 class Carried:
     """Row b of a batch of `rows` reads its own contiguous share of the blocks, then the share of the next row."""
 
     def __init__(self, count: int, rows: int):
-        self.count, self.rows = count, rows
+        self.count = count
+        self.rows = rows
+        self._share = max(1, count // rows)
 
     def __len__(self) -> int:
         return self.count
 
     def __call__(self, place: int) -> int:
         step, row = divmod(place, self.rows)
-        share = max(1, self.count // self.rows)
-        return (row * share + step) % self.count
+        block = row * self._share + step
+        return block % self.count
 
 
 class Mixed:
@@ -68,47 +73,54 @@ class Mixed:
         self._orders = []
         for corpus, count in enumerate(counts):
             self._orders.append(Shuffled(count, stable_seed(seed, corpus)))
-        self._firsts = np.cumsum([0, *counts])
+        # The index of each corpus's first block.
+        self._firsts = [0, *accumulate(counts)]
         self._length = sum(counts)
         self.seed = seed
         self.shares = apportion(self._length, counts if weights is None else weights)
         """Number of places of each corpus in an epoch."""
-        windows = -(-self._length // _WINDOW)
+        num_windows = math.ceil(self._length / _WINDOW)
         # [windows + 1, corpora]: places that each corpus has had before a window of an epoch begins.
-        self._before = np.arange(windows + 1)[:, None] * np.array(self.shares) // windows
-        self._begins = self._before.sum(axis=1)
-        self._window = lru_cache(maxsize=4)(self._fill)
+        self._places_before = np.outer(np.arange(num_windows + 1), self.shares) // num_windows
+        # [windows + 1]: the place at which a window begins.
+        self._begins = self._places_before.sum(axis=1)
+        self._corpora = lru_cache(maxsize=4)(self._shuffle_window)
 
     def __len__(self) -> int:
         return self._length
 
     def __call__(self, place: int) -> int:
-        epoch, place = divmod(place, self._length)
-        window = int(np.searchsorted(self._begins, place, side="right")) - 1
-        # The block is the nth that this corpus has had.
-        corpus, nth = self._window(epoch, window)[place - self._begins[window]]
-        nth += epoch * self.shares[corpus] + self._before[window, corpus]
-        order = self._orders[corpus]
-        return int(self._firsts[corpus]) + order(int(nth))
+        epoch, place_in_epoch = divmod(place, self._length)
+        window = int(np.searchsorted(self._begins, place_in_epoch, side="right")) - 1
+        place_in_window = place_in_epoch - int(self._begins[window])
+        corpora = self._corpora(epoch, window)
+        corpus = corpora[place_in_window]
+        # How many places this corpus has had: in earlier epochs, in earlier windows and in this one.
+        before = epoch * self.shares[corpus]
+        before += int(self._places_before[window, corpus])
+        before += corpora[:place_in_window].count(corpus)
+        block = self._orders[corpus](before)
+        return self._firsts[corpus] + block
 
-    def _fill(self, epoch: int, window: int) -> list[tuple[int, int]]:
-        """(corpus, number of its earlier places in this window) for each place of a window."""
-        counts = self._before[window + 1] - self._before[window]
+    def _shuffle_window(self, epoch: int, window: int) -> list[int]:
+        """The corpus of each place of a window."""
+        counts = self._places_before[window + 1] - self._places_before[window]
         corpora = torch.arange(len(counts)).repeat_interleave(torch.from_numpy(counts))
-        generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch, window))
-        shuffled = corpora[torch.randperm(len(corpora), generator=generator)]
-        earlier = [0] * len(counts)
-        places = []
-        for corpus in shuffled.tolist():
-            places.append((corpus, earlier[corpus]))
-            earlier[corpus] += 1
-        return places
+        order = _random_order(len(corpora), stable_seed(self.seed, epoch, window))
+        return corpora[order].tolist()
+
+
+def _random_order(count: int, seed: int) -> Tensor:
+    """The numbers below `count` in the random order of a seed, int64 [count]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator)
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """`total` split into whole numbers by weight: each rounded down, the rest given to the largest remainders."""
     exact = np.array(weights, dtype=np.float64) * (total / sum(weights))
     parts = np.floor(exact).astype(np.int64)
-    for index in np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]:
-        parts[index] += 1
+    largest_first = np.argsort(parts - exact, kind="stable")
+    rest = total - int(parts.sum())
+    parts[largest_first[:rest]] += 1
     return parts.tolist()

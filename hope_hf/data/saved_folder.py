@@ -14,7 +14,7 @@ _SPLITS = "dataset_dict.json"
 def is_saved(folder: str) -> bool:
     """Whether `save_to_disk` wrote it, of one data set or of several splits."""
     # Unlike Path.is_file, it returns False for a name that is too long.
-    return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
+    return os.path.isfile(f"{folder}/{_STATE}") or os.path.isfile(f"{folder}/{_SPLITS}")
 
 
 def load_saved(folder: str, source: str, split: str | None = None, streaming: bool = False):
@@ -29,7 +29,7 @@ def load_saved(folder: str, source: str, split: str | None = None, streaming: bo
         raise ValueError(f"{source} has no splits, and split names {split}: leave it out.")
     files = saved_files(folder, source, split)
     try:
-        dataset = concatenate_datasets([Dataset.from_file(file) for file in files])
+        dataset = concatenate_datasets(list(map(Dataset.from_file, files)))
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} cannot be read, save the data set again: {error}") from error
     return dataset.to_iterable_dataset(num_shards=len(files)) if streaming else dataset
@@ -43,12 +43,13 @@ def saved_files(folder: str, source: str, split: str) -> list[str]:
         if split not in splits:
             raise ValueError(f"{source} has no split {split!r}: name one of its folders, {', '.join(splits)}.")
         path = path / split
-    state = read_object(path / _STATE, f"{source}:", "save the data set again")
+    state_file = path / _STATE
+    state = read_object(state_file, f"{source}:", "save the data set again")
     files = []
     for entry in state.get("_data_files") or [{}]:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not is_inside(name) or not (path / name).is_file():
-            raise ValueError(f"{source}: {path / _STATE} names files that are not there: save the data set again.")
+            raise ValueError(f"{source}: {state_file} names files that are not there: save the data set again.")
         files.append(str(path / name))
     return files
 

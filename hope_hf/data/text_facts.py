@@ -19,7 +19,9 @@ _SAMPLED = 1 << 16
 
 def text_facts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict:
     """JSON-able: by flag [name, bytes, hash of both ends] of every file, in their order, and the tokenizer's hash."""
-    facts = {f"--{flag}": list(map(file_facts, files)) for flag, files in _files(config).items()}
+    facts = {}
+    for flag, files in _files(config).items():
+        facts[f"--{flag}"] = list(map(file_facts, files))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
     return facts
 
@@ -47,17 +49,18 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
         # It has the SHA-256 of every shard.
         files["train_shards"] = [os.path.join(config.train_shards, MANIFEST)]
     if config.dataset_mixture:
-        files["dataset_mixture"] = [config.dataset_mixture]
+        of_mixture = [config.dataset_mixture]
         for corpus in read_mixture(config.dataset_mixture, "--dataset_mixture"):
             if corpus.files:
-                files["dataset_mixture"] += find_files(corpus.files, f"corpus {corpus.name}: files")
+                of_mixture += find_files(corpus.files, f"corpus {corpus.name}: files")
+        files["dataset_mixture"] = of_mixture
     return files
 
 
 def difference_of_text(before: dict, now: dict) -> str | None:
     """Which file differs, and how; None where neither files nor tokenizer do, or nothing is known of before."""
     for flag in dict.fromkeys((*now, *before)):
-        if flag != "tokenizer" and before.get(flag) != now.get(flag):
+        if flag != "tokenizer":
             difference = _difference_of_files(before.get(flag, []), now.get(flag, []))
             if difference:
                 return f"{flag}: {difference}"
@@ -68,23 +71,24 @@ def difference_of_text(before: dict, now: dict) -> str | None:
 
 def _difference_of_files(before: list, now: list) -> str | None:
     """Both are lists of `file_facts`; a file is known by its hash, whatever its name."""
-    hashes_before = [file[-1] for file in before]
-    hashes_now = [file[-1] for file in now]
+    hashes_before = [content_hash for _, _, content_hash in before]
+    hashes_now = [content_hash for _, _, content_hash in now]
     new = _sizes_without(now, hashes_before)
-    gone = _sizes_without(before, hashes_now)
+    missing = _sizes_without(before, hashes_now)
     for name, size in new.items():
-        if name in gone:
-            if gone[name] != size:
-                return f"{name} had {gone[name]:,} bytes and has {size:,}"
+        size_before = missing.get(name)
+        if size_before == size:
             return f"{name} has other text in as many bytes"
-    if len(new) == len(gone) == 1:
-        ((old_name, old_size),) = gone.items()
+        if size_before is not None:
+            return f"{name} had {size_before:,} bytes and has {size:,}"
+    if len(new) == len(missing) == 1:
+        ((old_name, old_size),) = missing.items()
         ((new_name, new_size),) = new.items()
         return f"{old_name} ({old_size:,} bytes) was read, and now {new_name} ({new_size:,} bytes)"
-    for files, what in ((new, "new"), (gone, "missing")):
-        if files:
-            others = f", as are {len(files) - 1} more" if len(files) > 1 else ""
-            return f"{next(iter(files))} is {what}{others}"
+    if new or missing:
+        first, *others = new or missing
+        more = f", as are {len(others)} more" if others else ""
+        return f"{first} is {'new' if new else 'missing'}{more}"
     return "its files are read in another order" if hashes_before != hashes_now else None
 
 

@@ -165,7 +165,7 @@ def test_a_second_program_is_refused_before_it_reads(chat, complete, book, tmp_p
     memory = ["--memory", tmp_path / "m"]
     assert chat(*memory, typed="w10")[0] == 0
     before = files_of(tmp_path / "m")
-    with Memory(tmp_path / "m", "float32").held():
+    with Memory(tmp_path / "m", "float32").locked():
         for result in (chat(*memory, "--file", book, typed="w11"), complete(*memory, "--prompt", "w11")):
             assert f"--memory {tmp_path / 'm'} is in use" in refused(result)
     assert files_of(tmp_path / "m") == before
