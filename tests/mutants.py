@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         "a compressed key that a query cannot have read",
         "model/sparse_branches.py",
-        "mask = (begin >= first[..., None]) & (begin + stride <= at[..., None] + 1)",
-        "mask = (begin >= first[..., None]) & (begin <= at[..., None] + 1)",
+        "is_complete = start + stride <= at + 1",
+        "is_complete = start <= at + 1",
         "tests/model/test_equivalence.py",
     ),
     # levels

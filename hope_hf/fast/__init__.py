@@ -10,7 +10,8 @@ from ..model.backends import FAST
 from .delta_scan import scan_fused
 from .norm import gated_norm_in_blocks
 from .one_token import fast_token_paths, forget_text
-from .sparse_reads import make_qkv_tiled, read_sparse_fused
+from .sparse_qkv import make_qkv_tiled
+from .sparse_reads import read_sparse_fused
 
 PATHS = {
     "scan_delta": scan_fused,

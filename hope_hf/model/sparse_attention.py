@@ -9,13 +9,14 @@ Axes: B row, T token of the call, S slot of the call, R slot of the text, H head
 D head width.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -24,8 +25,8 @@ from .cache_parts import HopeStaticMemoryLayer
 from .chunks import Past, SlotPlan, TokenPlan
 from .kernels_fla import read_selected_fla, selection_obstacle
 from .layers import LearnedFactors, Mixer, ShortConvolution
-from .sparse_branches import QkvSizes, QkvWeights, SparseSizes
-from .sparse_text import SparseInputs, SparseState, read_text, read_tokens
+from .sparse_branches import SparseInputs, SparseSizes
+from .sparse_text import Selection, SparseState, read_text, read_tokens
 
 BRANCHES = ("compressed", "selected", "window")
 # a token whose largest share exceeds this reads practically one branch
@@ -33,43 +34,85 @@ COLLAPSED = 0.95
 
 
 class SparseStatistics:
-    """Sums per call, which a mixer adds while the object is its `sparse_statistics`."""
+    """Counts and sums of each call, which a mixer adds while the object is its `sparse_statistics`."""
 
     def __init__(self):
-        self._parts: list[dict[str, torch.Tensor]] = []
+        self.calls: list[dict] = []
 
     @torch.compiler.disable
     @torch.no_grad()
-    def add(self, gates: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor, top_k: int) -> None:
-        """Add one call.
-
-        Args:
-            gates: weights of the branches [B, S, heads, 3]; shares are these divided by their sum.
-            chosen: selected blocks [B, H, S, X], -1 for none.
-            own: block of each query [B, S], -1 for padding and empty slots.
-            top_k: maximal number of selected blocks.
-        """
-        valid = own >= 0
-        gates = gates[valid].double().clamp(min=torch.finfo(torch.float32).tiny)
+    def add(self, selection: Selection, top_k: int) -> None:
+        """Add one call, in which queries select at most `top_k` blocks."""
+        has_query = selection.own_block >= 0
+        tiny = torch.finfo(torch.float32).tiny
+        gates = selection.gates[has_query].double().clamp(min=tiny)
         shares = gates / gates.sum(-1, keepdim=True)
+        largest_share = shares.amax(-1)
         entropy = -(shares * shares.log()).sum(-1)
-        largest = shares.amax(-1)
-        blocks = chosen.transpose(1, 2)[valid]
-        is_read = blocks >= 0
-        number = is_read.sum(-1)
-        away = (own[valid][:, None, None] - blocks)[is_read]
-        self._parts.append({
-            "gates": torch.tensor(entropy.numel()), "entropy": entropy.sum(), "shares": shares.sum((0, 1)),
-            "collapsed": (largest > COLLAPSED).sum(), "rows": torch.tensor(number.numel()), "k": number.sum(),
-            "k_at_max": (number == top_k).sum(), "distances": torch.bincount(away),
-            "entropy_min": entropy.amin() if entropy.numel() else entropy.new_tensor(torch.inf),
-            "gate_max": largest.amax() if largest.numel() else largest.new_tensor(0.0),
-            "k_max": number.amax() if number.numel() else torch.tensor(0),
+        blocks = selection.blocks.transpose(1, 2)[has_query]
+        is_block = blocks >= 0
+        number = is_block.sum(-1)
+        own_block = selection.own_block[has_query][:, None, None]
+        distances = (own_block - blocks)[is_block]
+        sums = {
+            # of tokens and query heads
+            "gates": entropy.numel(),
+            "entropy": entropy.sum().item(),
+            "collapsed": (largest_share > COLLAPSED).sum().item(),
+            # of tokens and heads of keys
+            "rows": number.numel(),
+            "k": number.sum().item(),
+            "k_at_max": (number == top_k).sum().item(),
+        }
+        for branch, share in zip(BRANCHES, shares.sum((0, 1)).tolist(), strict=True):
+            sums[f"share_{branch}"] = share
+        is_empty = entropy.numel() == 0
+        self.calls.append({
+            "sums": sums,
+            "entropy_min": math.inf if is_empty else entropy.amin().item(),
+            "gate_max": 0.0 if is_empty else largest_share.amax().item(),
+            "k_max": 0 if is_empty else number.amax().item(),
+            # how many selected blocks lie 0, 1, ... blocks before the query's own
+            "distances": dict(enumerate(torch.bincount(distances).tolist())),
         })  # fmt: skip
 
-    def read(self) -> list[dict]:
-        """The sums of each call as numbers and lists."""
-        return [{name: value.tolist() for name, value in part.items()} for part in self._parts]
+    @staticmethod
+    def summary(calls: list[dict], block: int) -> dict[str, float]:
+        """Numbers by name from the counts of calls; their order and division do not matter."""
+        total, distances = Counter(), Counter()
+        for call in calls:
+            total.update(call["sums"])
+            distances.update(call["distances"])
+        gates = max(1, total["gates"])
+        rows = max(1, total["rows"])
+        summary = {
+            "gate_entropy_mean": total["entropy"] / gates,
+            "gate_entropy_min": min(call["entropy_min"] for call in calls),
+            "gate_max": max(call["gate_max"] for call in calls),
+            "gate_collapse_fraction": total["collapsed"] / gates,
+        }
+        for branch in BRANCHES:
+            summary[f"share_{branch}"] = total[f"share_{branch}"] / gates
+        summary |= {
+            "rows": total["rows"],
+            "k_mean": total["k"] / rows,
+            "k_max": max(call["k_max"] for call in calls),
+            "k_at_max_percent": 100 * total["k_at_max"] / rows,
+            "selected_distance_median": block * _quantile(distances, 0.5),
+            "selected_distance_p95": block * _quantile(distances, 0.95),
+        }
+        return summary
+
+
+def _quantile(counts: Counter[int], share: float) -> int:
+    """The smallest value such that at least this share of the counts is not above it."""
+    least = share * counts.total()
+    counted = 0
+    for value in sorted(counts):
+        counted += counts[value]
+        if counted >= least:
+            return value
+    return 0
 
 
 class HopeStaticSparseLayer(HopeStaticMemoryLayer):
@@ -82,13 +125,21 @@ class HopeStaticSparseLayer(HopeStaticMemoryLayer):
     def update_state(self, state: SparseState, past: Past) -> None:
         """As in the base class; the first state is padded to the cache's length."""
         if self.state is None:
-            held = state.compressed_keys.shape[2]
-            block = state.slot_keys.shape[2] // held
+            blocks = state.compressed_keys.shape[2]
+            block = state.slot_keys.shape[2] // blocks
             # one block more, for a call that begins within one
-            more = max(0, -(-self.max_cache_len // block) + 1 - held)
-            slots = (F.pad(part, (0, 0, 0, more * block)) for part in state[:2])
-            compressed = (F.pad(part, (0, 0, 0, 0, 0, more)) for part in state[2:4])
-            state = SparseState(*slots, *compressed, *state[4:])
+            blocks_of_cache = -(-self.max_cache_len // block) + 1
+            missing = max(0, blocks_of_cache - blocks)
+            missing_slots = (0, 0, 0, missing * block)
+            missing_blocks = (0, 0, 0, 0, 0, missing)
+            state = SparseState(
+                slot_keys=F.pad(state.slot_keys, missing_slots),
+                slot_values=F.pad(state.slot_values, missing_slots),
+                compressed_keys=F.pad(state.compressed_keys, missing_blocks),
+                compressed_values=F.pad(state.compressed_values, missing_blocks),
+                first=state.first,
+                conv_tail=state.conv_tail,
+            )
         super().update_state(state, past)
 
 
@@ -100,12 +151,11 @@ class BlockCompression(nn.Module):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(config.num_key_value_heads, config.sparse_compress_stride, config.head_dim)
-        )
+        shape = config.num_key_value_heads, config.sparse_compress_stride, config.head_dim
+        self.weight = nn.Parameter(torch.empty(shape))
 
-    def forward(self) -> torch.Tensor:
-        """A copy of the weights, see `LearnedFactors`; `sparse_text.compress` applies them."""
+    def forward(self) -> Tensor:
+        """A copy of the weights, see `LearnedFactors`; `sparse_branches.compress` applies them."""
         return self.weight.clone()
 
     @torch.no_grad()
@@ -129,27 +179,34 @@ class HopeSparseAttention(Mixer, nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        width, heads, shared = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        width = config.hidden_size
+        heads = config.num_attention_heads
+        key_heads = config.num_key_value_heads
         self.q_proj = nn.Linear(width, heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, shared * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, shared * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, key_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, key_heads * config.head_dim, bias=False)
         self.branch_proj = nn.Linear(width, len(BRANCHES) * heads, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             # A larger scale makes recall faster to learn with memories, and text slower without them (docs/log).
             projection.keeps_scale = config.has_memories
         self.q_conv1d = ShortConvolution(config, heads)
-        self.k_conv1d = ShortConvolution(config, shared)
-        self.v_conv1d = ShortConvolution(config, shared)
+        self.k_conv1d = ShortConvolution(config, key_heads)
+        self.v_conv1d = ShortConvolution(config, key_heads)
         # factors of the normalised queries and keys, shared by all heads
         self.q_norm = LearnedFactors(config.head_dim)
         self.k_norm = LearnedFactors(config.head_dim)
         self.k_compress = BlockCompression(config)
         self.v_compress = BlockCompression(config)
         self.sizes = SparseSizes(
-            config.sparse_block_size, config.sparse_compress_stride, config.sparse_top_k, config.sparse_window
+            block=config.sparse_block_size,
+            stride=config.sparse_compress_stride,
+            top_k=config.sparse_top_k,
+            window=config.sparse_window,
+            heads=heads,
+            key_heads=key_heads,
+            epsilon=config.rms_norm_eps,
         )
-        self.qkv_sizes = QkvSizes(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         self.kernels = asked_kernels()
         # reasons for which no GPU kernel ran, and their counts
         self.kernel_fallbacks: Counter[tuple[str, str]] = Counter()
@@ -158,14 +215,14 @@ class HopeSparseAttention(Mixer, nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         state: SparseState | None = None,
         *,
         blocks: SlotPlan | TokenPlan,
-        block_positions: tuple[torch.Tensor, torch.Tensor],
+        block_positions: tuple[Tensor, Tensor],
         need_state: bool = False,
         **_,
-    ) -> tuple[torch.Tensor, SparseState | None]:
+    ) -> tuple[Tensor, SparseState | None]:
         """Attend from a call's tokens to the text so far.
 
         Args:
@@ -178,45 +235,63 @@ class HopeSparseAttention(Mixer, nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        inputs, is_plain = self.inputs(hidden_states, block_positions), runs_plain(self.kernels)
-        call = inputs, state, blocks, self.sizes, self.qkv_sizes
+        inputs = self.inputs(hidden_states, block_positions)
         selects = self.sparse_statistics is not None
         with torch.autocast(hidden_states.device.type, enabled=False):
             if isinstance(blocks, TokenPlan):
-                output, after, selection = read_tokens(*call, self.kernels == "plain", need_state, selects)
+                is_plain = self.kernels == "plain"
+                result = read_tokens(inputs, state, blocks, self.sizes, is_plain, need_state, selects)
             else:
-                read = None if is_plain else partial(self.choose_reads, operands=operand_dtype(hidden_states))
-                output, after, selection = read_text(*call, read, need_state, selects)
+                choose_reads = None
+                if not runs_plain(self.kernels):
+                    choose_reads = partial(self.choose_reads, operands=operand_dtype(hidden_states))
+                result = read_text(inputs, state, blocks, self.sizes, choose_reads, need_state, selects)
+        output, after, selection = result
         if selects:
-            self.sparse_statistics.add(*selection, self.sizes.top_k)
+            self.sparse_statistics.add(selection, self.sizes.top_k)
         return self.o_proj(output.to(hidden_states.dtype)), after
 
-    def inputs(self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> SparseInputs:
+    def inputs(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> SparseInputs:
         """What `read_text` reads of `hidden_states` [B, T, hidden_size] and of the parameters."""
-        raw = torch.cat([projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        conv_weights = torch.cat([convolution(raw.dtype).flatten(1) for convolution in convolutions], dim=-1)
-        # the norm's factors include the scale of attention
-        query_norm = self.q_norm(raw.dtype) * self.config.head_dim**-0.5
-        weights = QkvWeights(conv_weights[:, None, None], query_norm, self.k_norm(raw.dtype))
-        gates = self.branch_gates(hidden_states)
-        return SparseInputs(raw, gates, *angles, *weights, self.k_compress(), self.v_compress())
+        query = self.q_proj(hidden_states)
+        key = self.k_proj(hidden_states)
+        value = self.v_proj(hidden_states)
+        raw = torch.cat([query, key, value], dim=-1)
+        conv_weights = []
+        for convolution in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
+            conv_weights.append(convolution(raw.dtype).flatten(1))
+        cos, sin = angles
+        return SparseInputs(
+            raw=raw,
+            gates=self.branch_gates(hidden_states),
+            cos=cos,
+            sin=sin,
+            conv_weights=torch.cat(conv_weights, dim=-1)[:, None, None],
+            query_norm=self.q_norm(raw.dtype) * self.config.head_dim**-0.5,
+            key_norm=self.k_norm(raw.dtype),
+            key_weights=self.k_compress(),
+            value_weights=self.v_compress(),
+        )
 
-    def choose_reads(self, query: torch.Tensor, base: int, operands: torch.dtype) -> Callable | None:
+    def branch_gates(self, hidden_states: Tensor) -> Tensor:
+        """Weights of the three branches for every token and head, each from 0 to 1 [B, T, heads, 3]."""
+        logits = self.branch_proj(hidden_states)
+        logits = logits.unflatten(-1, (-1, len(BRANCHES)))
+        # Sigmoids, as in the paper; with a softmax over the branches recall is learned far later (docs/log).
+        return logits.sigmoid()
+
+    def choose_reads(self, query: Tensor, base: int, operands: torch.dtype) -> Callable | None:
         """The fast function that reads for a text's queries, if there is one.
 
         GPU kernels round their operands to `operands`.
         """
         read = FAST.get("sparse_reads")
-        by_fla = None if read is None else partial(read, selected_by=partial(read_selected_fla, dtype=operands))
-
-        def obstacle() -> str | None:
-            if read is None:
-                return "the package hope_hf is not installed with the model's code"
-            return selection_obstacle(query, base, self.sizes)
-
-        kernel, counted = Kernel(by_fla, obstacle), self.kernel_fallbacks
-        return choose("sparse_attention", self.kernels, kernel, read, counted, query.device)
+        read_by_kernel = None
+        if read is not None:
+            read_selected = partial(read_selected_fla, dtype=operands)
+            read_by_kernel = partial(read, selected_by=read_selected)
+        kernel = Kernel(read_by_kernel, partial(_obstacle, query, base, self.sizes))
+        return choose("sparse_attention", self.kernels, kernel, read, self.kernel_fallbacks, query.device)
 
     @staticmethod
     def check_config(config: PreTrainedConfig) -> None:
@@ -230,60 +305,65 @@ class HopeSparseAttention(Mixer, nn.Module):
 
     @staticmethod
     def check_state(state: SparseState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-        (_, heads, slots, width), (blocks, strides) = state.slot_keys.shape, state.compressed_keys.shape[2:4]
-        held = (heads, width, slots // blocks, slots // (blocks * strides), state.conv_tail.shape[1] + 1)
-        ours = (
-            config.num_key_value_heads, config.head_dim, config.sparse_block_size, config.sparse_compress_stride,
+        _, heads, slots, width = state.slot_keys.shape
+        blocks, strides = state.compressed_keys.shape[2:4]
+        block = slots // blocks
+        kernel_size = state.conv_tail.shape[1] + 1
+        of_cache = _layout(heads, width, block, block // strides, kernel_size)
+        of_model = _layout(
+            config.num_key_value_heads,
+            config.head_dim,
+            config.sparse_block_size,
+            config.sparse_compress_stride,
             config.conv_kernel_size,
-        )  # fmt: skip
-        if held != ours:
-            layout = "{} heads of width {}, blocks of {}, strides of {} and convolutions of {} tokens"
+        )
+        if of_cache != of_model:
             raise ValueError(
-                f"the cache holds sparse attention with {layout.format(*held)}, and this model's has "
-                f"{layout.format(*ours)}: it is the cache of another model"
+                f"the cache holds sparse attention with {of_cache}, and this model's has {of_model}: it is the cache "
+                "of another model"
             )
 
     @staticmethod
     def tensor_parallel_maps(config: PreTrainedConfig) -> dict[str, str]:
         """Every rank computes the whole layer; only the weights of its linear maps are sharded."""
-        return dict.fromkeys(("q_proj", "k_proj", "v_proj", "branch_proj", "o_proj"), "colwise_gather_output")
+        maps = "q_proj", "k_proj", "v_proj", "branch_proj", "o_proj"
+        return dict.fromkeys(maps, "colwise_gather_output")
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
         """4 per channel for every key that the branches read."""
-
-        def seen(most: int) -> float:
-            """Mean number of the last `most` tokens that a token sees."""
-            most = min(most, sequence_length)
-            return most - most**2 / (2 * sequence_length)
-
-        keys = seen(config.sparse_window) + seen(config.sparse_top_k * config.sparse_block_size)
+        keys = _mean_keys(config.sparse_window, sequence_length)
+        keys += _mean_keys(config.sparse_top_k * config.sparse_block_size, sequence_length)
         keys += sequence_length / (2 * config.sparse_compress_stride)
         return round(4 * keys * config.num_attention_heads * config.head_dim)
 
     @staticmethod
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
         """Whole blocks, their compressed keys, the convolutions' tail, and the int64 `first`."""
-        width, groups = config.head_dim, config.num_key_value_heads
-        slots = -(-tokens // config.sparse_block_size) * config.sparse_block_size
+        key_channels = config.num_key_value_heads * config.head_dim
+        channels = config.num_attention_heads * config.head_dim + 2 * key_channels
+        blocks = -(-tokens // config.sparse_block_size)
+        slots = blocks * config.sparse_block_size
         compressed = slots // config.sparse_compress_stride
-        tail = (config.conv_kernel_size - 1) * (config.num_attention_heads + 2 * groups) * width
-        return 4 * (2 * (slots + compressed) * groups * width + tail + 2)
+        numbers = 2 * (slots + compressed) * key_channels
+        numbers += (config.conv_kernel_size - 1) * channels
+        return 4 * (numbers + 2)
 
     @staticmethod
     def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        heads, groups = config.num_attention_heads, config.num_key_value_heads
-        # outputs of the linear maps, and the output; in fp32 queries, keys, values, the selected branch and gates
-        streams = low * (2 * heads + 2 * groups) + 4 * (2 * heads + 2 * groups)
-        compressed = 4 * 2 * groups * config.head_dim // config.sparse_compress_stride
+        heads = config.num_attention_heads
+        key_heads = config.num_key_value_heads
+        channels = 2 * (heads + key_heads) * config.head_dim
+        # outputs of the linear maps, and the output
+        of_token = low * channels
+        # in fp32 queries, keys, values and the selected branch; compressed keys and values; gates
+        of_token += 4 * channels
+        key_channels = key_heads * config.head_dim
+        of_token += 4 * 2 * key_channels // config.sparse_compress_stride
+        of_token += 4 * len(BRANCHES) * heads
         # int64 indices of the queries that read a block
-        selected = 8 * config.sparse_top_k * groups
-        return batch_size * length * (streams * config.head_dim + compressed + 4 * 3 * heads + selected)
-
-    def branch_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Weights of the three branches for every token and head, each from 0 to 1 [B, T, heads, 3]."""
-        # Sigmoids, as in the paper; with a softmax over the branches recall is learned far later (docs/log).
-        return self.branch_proj(hidden_states).unflatten(-1, (-1, len(BRANCHES))).sigmoid()
+        of_token += 8 * config.sparse_top_k * key_heads
+        return batch_size * length * of_token
 
     def begin_statistics(self) -> None:
         """Collect statistics of the calls from now on."""
@@ -291,33 +371,13 @@ class HopeSparseAttention(Mixer, nn.Module):
 
     def end_statistics(self) -> list[dict]:
         """The statistics of each call since `begin_statistics`; stops collecting."""
-        found, self.sparse_statistics = self.sparse_statistics, None
-        return found.read()
+        calls = self.sparse_statistics.calls
+        self.sparse_statistics = None
+        return calls
 
-    def summary(self, parts: list[dict]) -> dict[str, float]:
-        """Numbers by name from the counts of `SparseStatistics`; their order and division do not matter."""
-
-        def total(name: str) -> float:
-            return sum(part[name] for part in parts)
-
-        block, gates, rows = self.sizes.block, max(1, total("gates")), max(1, total("rows"))
-        shares = [sum(share) / gates for share in zip(*(part["shares"] for part in parts), strict=True)]
-        distances = Counter()
-        for part in parts:
-            distances.update(dict(enumerate(part["distances"])))
-        return {
-            "gate_entropy_mean": total("entropy") / gates,
-            "gate_entropy_min": min(part["entropy_min"] for part in parts),
-            "gate_max": max(part["gate_max"] for part in parts),
-            "gate_collapse_fraction": total("collapsed") / gates,
-            **dict(zip((f"share_{branch}" for branch in BRANCHES), shares, strict=True)),
-            "rows": total("rows"),
-            "k_mean": total("k") / rows,
-            "k_max": max(part["k_max"] for part in parts),
-            "k_at_max_percent": 100 * total("k_at_max") / rows,
-            "selected_distance_median": block * _quantile(distances, 0.5),
-            "selected_distance_p95": block * _quantile(distances, 0.95),
-        }
+    def summary(self, calls: list[dict]) -> dict[str, float]:
+        """`SparseStatistics.summary` of calls of this layer, or of layers of the same sizes."""
+        return SparseStatistics.summary(calls, self.sizes.block)
 
     def warning(self, rows: dict[str, float], steps: int) -> str | None:
         """A sentence if most tokens and heads read one branch."""
@@ -330,11 +390,22 @@ class HopeSparseAttention(Mixer, nn.Module):
         )
 
 
-def _quantile(counts: Counter[int], share: float) -> int:
-    """The smallest value such that at least this share of the counts is not above it."""
-    wanted, below = share * counts.total(), 0
-    for value in sorted(counts):
-        below += counts[value]
-        if below >= wanted:
-            return value
-    return 0
+def _obstacle(query: Tensor, base: int, sizes: SparseSizes) -> str | None:
+    """Why kernels of GPUs cannot read for queries [B, H, G, S, D], the first of which is at slot `base`."""
+    if "sparse_reads" not in FAST:
+        return "the package hope_hf is not installed with the model's code"
+    return selection_obstacle(query, base, sizes)
+
+
+def _layout(heads: int, width: int, block: int, stride: int, kernel_size: int) -> str:
+    """What a state and a model have to agree on."""
+    return (
+        f"{heads} heads of width {width}, blocks of {block}, strides of {stride} and convolutions of {kernel_size} "
+        "tokens"
+    )
+
+
+def _mean_keys(most: int, sequence_length: int) -> float:
+    """Mean number of the last `most` tokens that a token of a text sees."""
+    most = min(most, sequence_length)
+    return most - most**2 / (2 * sequence_length)

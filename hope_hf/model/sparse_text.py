@@ -13,49 +13,57 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .backends import FAST
 from .chunks import SlotPlan, TokenPlan, convolution_spans, plan_again, plan_slots
 from .opaque import call, named_tuple, register
-from .sparse_branches import QkvSizes, QkvWeights, SparseKeys, SparseSizes, make_qkv, read_sparse
-
-
-class SparseInputs(NamedTuple):
-    """What a call reads of its tokens and of a layer's parameters."""
-
-    # outputs of the maps of q, k and v, side by side [B, T, C]
-    raw: torch.Tensor
-    # weights of the three branches [B, T, heads, 3]
-    gates: torch.Tensor
-    # cosines and sines of each slot's position in its document [B or 1, S, D]; of tokens for a `TokenPlan`
-    cos: torch.Tensor
-    sin: torch.Tensor
-    # the fields of `QkvWeights`
-    conv_weights: torch.Tensor
-    query_norm: torch.Tensor
-    key_norm: torch.Tensor
-    # of the compression [H, stride, D]
-    key_weights: torch.Tensor
-    value_weights: torch.Tensor
+from .sparse_branches import SparseInputs, SparseKeys, SparseSizes, compress, make_qkv, read_sparse
 
 
 class SparseState(NamedTuple):
     """Keys and values of a text. R is a multiple of the block size; slots after the last token are never read."""
 
     # after rotation [B, H, R, D]
-    slot_keys: torch.Tensor
-    slot_values: torch.Tensor
+    slot_keys: Tensor
+    slot_values: Tensor
     # by block [B, H, R / block, block / stride, D]
-    compressed_keys: torch.Tensor
-    compressed_values: torch.Tensor
+    compressed_keys: Tensor
+    compressed_values: Tensor
     # first slot of the row's current document [B]
-    first: torch.Tensor
+    first: Tensor
     # last inputs of the convolutions of q, k and v, side by side [B, K - 1, (H G + 2 H) D]
-    conv_tail: torch.Tensor
+    conv_tail: Tensor
 
 
-# what `SparseStatistics.add` takes, by slots or by tokens
-Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+class Selection(NamedTuple):
+    """What `SparseStatistics.add` takes, by slots or by tokens."""
+
+    # weights of the branches [B, S, heads, 3]
+    gates: Tensor
+    # selected blocks [B, H, S, X], -1 for none
+    blocks: Tensor
+    # block of each query [B, S], -1 for padding and empty slots
+    own_block: Tensor
+
+
+class CallSlots(NamedTuple):
+    """Where the slots of a call lie in the text."""
+
+    # slot of the text of the call's first one: of all rows, or [B]
+    base: int | Tensor
+    # slot of the text of each of the call's slots [B or 1, S]
+    at: Tensor
+    # whether a slot holds a token [B, S], and first slot of its document [B, S]; `None` if all rows have read the same
+    # number of tokens of one document
+    valid: Tensor | None
+    first: Tensor | None
+    # first slot of the row's current document after the call [B]
+    first_after: Tensor
+    # slots that the text has room for: R
+    size: int
+    # whether the call may write into the tensors of the state before it
+    overwrites: bool
 
 
 def read_text(
@@ -63,14 +71,14 @@ def read_text(
     state: SparseState | None,
     blocks: SlotPlan,
     sizes: SparseSizes,
-    qkv_sizes: QkvSizes,
     choose: Callable | None,
     need_state: bool,
     selects: bool = False,
-) -> tuple[torch.Tensor, SparseState | None, Selection | None]:
+) -> tuple[Tensor, SparseState | None, Selection | None]:
     """What the tokens of a call read [B, T, heads D], the state after the call, and the selection of the slots.
 
     Args:
+        inputs: by token, but for `cos` and `sin`.
         state: state after the previous call, or `None` at a text's start.
         blocks: slots of the call's tokens; documents begin at multiples of a block.
         choose: gives for queries and the first slot the fast function that reads, if there is one; `None` for the
@@ -78,98 +86,86 @@ def read_text(
         need_state: whether to return the state.
         selects: whether to return the selection.
     """
-    query, key, value, tail = text_qkv(inputs, state, blocks, qkv_sizes, choose is None)
-    gates = blocks.to_slots(inputs.gates)
-    held, after, base, first = _remember(key, value, tail, inputs, state, blocks, sizes.block, need_state)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    # [B, H, G, S, 3]
-    weights = gates.to(dtype).transpose(1, 2).unflatten(1, (key.shape[1], -1))
-    query, held = query.to(dtype), SparseKeys(*(part.to(dtype) for part in held))
-    at = torch.arange(query.shape[3], device=query.device)
-    at = (at + base if isinstance(base, int) else at + base[:, None]).expand(len(query), -1)
-    # a tracer takes the plain path, which has no loop whose length depends on the selection
-    read = None
-    if choose is not None and isinstance(base, int) and query.shape[3] > 1:
-        read = choose(query, base)
-    if read is not None:
-        reads, chosen = read(query, weights, held, base, first, sizes)
-    else:
-        first = torch.zeros_like(at) if first is None else first
-        reads, chosen = read_sparse(query, weights, held, at, first, sizes)
-    output = blocks.to_tokens(reads.flatten(1, 2).transpose(1, 2).flatten(2))
-    if not selects:
-        return output, after, None
-    own = at // sizes.block
-    own = own if blocks.valid is None else torch.where(blocks.valid, own, -1)
-    return output, after, (gates, chosen, own)
-
-
-def text_qkv(inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, sizes: QkvSizes, plain: bool) -> tuple:
-    """Rotated, scaled queries [B, H, G, S, D], keys and values [B, H, S, D], and the convolutions' tail."""
-    raw, angles, weights = blocks.to_slots(inputs.raw), inputs[2:4], QkvWeights(*inputs[4:7])
-    length, tail_size = raw.shape[1], len(weights.conv_weights) - 1
-    tail = raw.new_zeros(len(raw), tail_size, raw.shape[2]) if state is None else state.conv_tail.to(raw.dtype)
-    make_in_tiles = None if plain or length == 1 else FAST.get("sparse_qkv")
-    if make_in_tiles is not None:
-        return make_in_tiles(raw, tail, weights, angles, blocks, sizes)
-    (span,) = convolution_spans(blocks, length, tail_size, length)
-    return make_qkv(raw, tail, weights, angles, span, sizes)
-
-
-def _remember(
-    key, value, tail, inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, block: int, need_state: bool
-) -> tuple[SparseKeys, SparseState | None, int | torch.Tensor, torch.Tensor | None]:
-    """Keys and values of the text so far, the new state, the call's first slot, and documents' first slots [B, S].
-
-    The call's first slot is an `int` if all rows share it, else [B].
-    """
-    length, stride = key.shape[2], inputs.key_weights.shape[1]
-    rows = torch.arange(len(key), device=key.device)
-    begin = rows.new_zeros(len(key)) if state is None else state.first
-    if blocks.valid is None:
-        # all rows have read the same number of tokens of one document
-        base, first, end = blocks.before, None, blocks.before + length
-    else:
-        if length == 1:
-            # a document begins at a block
-            begins = blocks.position[:, 0] == 0
-            base = begin + blocks.before
-            base = torch.where(begins & blocks.valid[:, 0], -(-base // block) * block, base)
-        else:
-            base = begin + blocks.before - blocks.offset
-        at = base[:, None] + torch.arange(length, device=key.device)
-        first = at - blocks.position
-        last = torch.where(blocks.valid, at, -1).amax(1)
-        begin = torch.where(last >= 0, last + 1 - blocks.past.seen, begin)
-        if state is None:
-            base, end = 0, length
-        elif torch.compiler.is_compiling():
-            # a cache of fixed length has room for all tokens
-            end = state.slot_keys.shape[2]
-        else:
-            end = int(at.max()) + 1
-    room = -(-end // block) * block
-    old, overwrites = (None,) * 4, False
-    if state is not None:
-        overwrites = _is_first(state, blocks.past.columns - inputs.raw.shape[1])
-        room = max(room, state.slot_keys.shape[2])
-        old = *state[:2], *(part.flatten(2, 3) for part in state[2:4])
-    placed = [
-        _placed(new, before, base, room, blocks, overwrites) for new, before in zip((key, value), old[:2], strict=True)
-    ]
-    compressed = [
-        _compressed(slots, weight, before, base, length, overwrites)
-        for slots, weight, before in zip(placed, (inputs.key_weights, inputs.value_weights), old[2:], strict=True)
-    ]
+    slots = _call_slots(inputs, state, blocks, sizes.block)
+    raw, gates = blocks.to_slots(inputs.raw), blocks.to_slots(inputs.gates)
+    inputs = inputs._replace(raw=raw, gates=gates)
+    query, key, value, tail = _text_qkv(inputs, state, blocks, sizes, is_plain=choose is None)
+    text = _extended(inputs, key, value, state, slots)
     after = None
     if need_state:
-        by_block = (part.unflatten(2, (-1, block // stride)) for part in compressed)
-        after = SparseState(*placed, *by_block, begin, tail)
-        after.slot_keys.written_columns = blocks.past.columns
-    return SparseKeys(*placed, *compressed), after, base, first
+        after = _state_after(text, slots, tail, blocks.past.columns, sizes)
+    reads, selected = _read(query, gates, text, slots, sizes, choose)
+    # [B, S, heads D]
+    output = reads.flatten(1, 2).transpose(1, 2).flatten(2)
+    output = blocks.to_tokens(output)
+    if not selects:
+        return output, after, None
+    own_block = (slots.at // sizes.block).expand(len(output), -1)
+    if blocks.valid is not None:
+        own_block = torch.where(blocks.valid, own_block, -1)
+    return output, after, Selection(gates, selected, own_block)
 
 
-def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
+def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, block: int) -> CallSlots:
+    """Where a call's slots lie in the text; documents begin at multiples of `block`."""
+    rows, tokens, _ = inputs.raw.shape
+    if state is None:
+        first_before = torch.zeros(rows, dtype=torch.long, device=inputs.raw.device)
+        size_before = 0
+        overwrites = False
+    else:
+        first_before = state.first
+        size_before = state.slot_keys.shape[2]
+        overwrites = _may_overwrite(state, blocks.past.columns - tokens)
+    if blocks.valid is None:
+        base = blocks.before
+    elif state is None:
+        base = 0
+    else:
+        base = _first_slot(first_before, blocks, block)
+
+    length = tokens if blocks.valid is None else blocks.valid.shape[1]
+    steps = torch.arange(length, device=first_before.device)
+    if isinstance(base, int):
+        at = (base + steps)[None]
+        end = base + length
+    else:
+        at = base[:, None] + steps
+        # a cache of fixed length has room for all tokens
+        end = size_before if torch.compiler.is_compiling() else int(at.max()) + 1
+    first = None
+    first_after = first_before
+    if blocks.valid is not None:
+        first = at - blocks.position
+        last = torch.where(blocks.valid, at, -1).amax(1)
+        first_after = torch.where(last >= 0, last + 1 - blocks.past.seen, first_before)
+    return CallSlots(
+        base=base,
+        at=at,
+        valid=blocks.valid,
+        first=first,
+        first_after=first_after,
+        size=max(size_before, _round_up(end, block)),
+        overwrites=overwrites,
+    )
+
+
+def _first_slot(first: Tensor, blocks: SlotPlan, block: int) -> Tensor:
+    """Slot of the text [B] of a call's first slot; `first` is that of the document before the call [B]."""
+    following = first + blocks.before
+    if blocks.offset is not None:
+        return following - blocks.offset
+    # a single token
+    begins = blocks.valid[:, 0] & (blocks.position[:, 0] == 0)
+    return torch.where(begins, _round_up(following, block), following)
+
+
+def _round_up(number, step: int):
+    """The least multiple of `step` that is not below a number or the numbers of a tensor."""
+    return -(-number // step) * step
+
+
+def _may_overwrite(state: SparseState, columns: int | Tensor) -> bool:
     """Whether a call that continues after `columns` columns may write into the tensors of the state.
 
     It may unless a longer continuation was written into them: after a rollback the tensors hold more columns than were
@@ -183,51 +179,141 @@ def _is_first(state: SparseState, columns: int | torch.Tensor) -> bool:
     return getattr(state.slot_keys, "written_columns", None) == columns
 
 
-def _room(before: torch.Tensor, size: int, overwrites: bool) -> torch.Tensor:
-    """A copy of `before` with `size` slots, or `before` itself if it may be overwritten and has that size."""
-    more = size - before.shape[2]
-    return F.pad(before, (0, 0, 0, more)) if more else before if overwrites else before.clone()
+def _text_qkv(
+    inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, sizes: SparseSizes, is_plain: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result of `make_qkv` for all slots of a call."""
+    raw = inputs.raw
+    rows, length, channels = raw.shape
+    tail_size = len(inputs.conv_weights) - 1
+    if state is None:
+        tail = raw.new_zeros(rows, tail_size, channels)
+    else:
+        tail = state.conv_tail.to(raw.dtype)
+    make_in_tiles = FAST.get("sparse_qkv")
+    if make_in_tiles is not None and length > 1 and not is_plain:
+        return make_in_tiles(inputs, tail, blocks, sizes)
+    (span,) = convolution_spans(blocks, length, tail_size, length)
+    return make_qkv(inputs, tail, span, sizes)
 
 
-def _placed(new, before, base: int | torch.Tensor, room: int, blocks: SlotPlan, overwrites: bool) -> torch.Tensor:
-    """Slots [B, H, room, D] of the text, with a call's slots [B, H, S, D] written from slot `base` on."""
-    length = new.shape[2]
-    if blocks.valid is not None:
-        new = new * blocks.valid[:, None, :, None]
-    if before is None:
-        return F.pad(new, (0, 0, 0, room - length)) if room > length else new
-    placed, new = _room(before, room, overwrites), new.to(before.dtype)
-    if isinstance(base, int):
-        placed[:, :, base : base + length] = new
-        return placed
-    at = base[:, None] + torch.arange(length, device=new.device)
-    index = at[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-    new = torch.where(blocks.valid[:, None, :, None], new, placed.gather(2, index))
+def _read(
+    query: Tensor,
+    gates: Tensor,
+    text: SparseKeys,
+    slots: CallSlots,
+    sizes: SparseSizes,
+    choose: Callable | None,
+) -> tuple[Tensor, Tensor]:
+    """The results of `read_sparse` in float32 or float64, for weights of the branches [B, S, heads, 3]."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query = query.to(dtype)
+    text = SparseKeys(*(part.to(dtype) for part in text))
+    gates = gates.to(dtype).transpose(1, 2).unflatten(1, (query.shape[1], -1))
+    # a tracer takes the plain path, which has no loop whose length depends on the selection
+    if choose is not None and isinstance(slots.base, int) and query.shape[3] > 1:
+        read_fast = choose(query, slots.base)
+        if read_fast is not None:
+            return read_fast(query, gates, text, slots.base, slots.first, sizes)
+    at = slots.at.expand(len(query), -1)
+    first = torch.zeros_like(at) if slots.first is None else slots.first
+    return read_sparse(query, gates, text, at, first, sizes)
+
+
+def _extended(
+    inputs: SparseInputs, key: Tensor, value: Tensor, state: SparseState | None, slots: CallSlots
+) -> SparseKeys:
+    """Keys and values of the text, of which those of the call are `key` and `value` [B, H, S, D]."""
+    if state is None:
+        keys = _padded(key, slots)
+        values = _padded(value, slots)
+        compressed_keys = compress(keys, inputs.key_weights)
+        compressed_values = compress(values, inputs.value_weights)
+    else:
+        keys = _written(state.slot_keys, key, slots)
+        values = _written(state.slot_values, value, slots)
+        compressed_keys = _compressed(state.compressed_keys, keys, inputs.key_weights, slots)
+        compressed_values = _compressed(state.compressed_values, values, inputs.value_weights, slots)
+    return SparseKeys(keys, values, compressed_keys, compressed_values)
+
+
+def _padded(new: Tensor, slots: CallSlots) -> Tensor:
+    """A text [B, H, R, D] that begins with a call's slots [B, H, S, D]; 0 in slots without a token."""
+    if slots.valid is not None:
+        new = new * slots.valid[:, None, :, None]
+    missing = slots.size - new.shape[2]
+    return F.pad(new, (0, 0, 0, missing)) if missing else new
+
+
+def _written(before: Tensor, new: Tensor, slots: CallSlots) -> Tensor:
+    """A text [B, H, R, D]: the slots `before` a call, with the call's [B, H, S, D] written into them."""
+    text = _with_room(before, slots.size, slots.overwrites)
+    new = new.to(before.dtype)
+    if isinstance(slots.base, int):
+        text[:, :, slots.base : slots.base + new.shape[2]] = new
+        return text
+    index = _index(slots.at, like=new)
+    is_token = slots.valid[:, None, :, None]
+    new = torch.where(is_token, new, text.gather(2, index))
     # the gradient of `gather` reads what it gathered from
-    return placed.scatter(2, index, new) if placed.requires_grad else placed.scatter_(2, index, new)
+    if text.requires_grad:
+        return text.scatter(2, index, new)
+    return text.scatter_(2, index, new)
 
 
-def _compressed(slots, weight, before, base: int | torch.Tensor, length: int, overwrites: bool) -> torch.Tensor:
-    """Compressed slots [B, H, R / stride, D] of the text, with those of a call's strides recomputed."""
-    if before is None:
-        return compress(slots, weight)
+def _compressed(before: Tensor, text: Tensor, weight: Tensor, slots: CallSlots) -> Tensor:
+    """A text's compressed slots [B, H, R / stride, D]; only those of a call's slots are computed.
+
+    Args:
+        before: compressed slots before the call [B, H, R / block, block / stride, D].
+        text: all slots after it [B, H, R, D].
+        weight: [H, stride, D].
+    """
     stride = weight.shape[1]
-    placed = _room(before, slots.shape[2] // stride, overwrites)
-    if isinstance(base, int):
-        cut = slice(base // stride, -(-(base + length) // stride))
-        placed[:, :, cut] = compress(slots[:, :, cut.start * stride : cut.stop * stride], weight)
-        return placed
-    start, number = base // stride, -(-length // stride)
-    tokens = start[:, None] * stride + torch.arange(number * stride, device=slots.device)
-    shape = (-1, slots.shape[1], -1, slots.shape[3])
-    new = compress(slots.gather(2, tokens[:, None, :, None].expand(shape)), weight)
-    index = start[:, None] + torch.arange(number, device=slots.device)
-    return placed.scatter_(2, index[:, None, :, None].expand(shape), new)
+    length = slots.at.shape[1]
+    compressed = before.flatten(2, 3)
+    compressed = _with_room(compressed, slots.size // stride, slots.overwrites)
+    first = slots.base // stride
+    if isinstance(first, int):
+        stop = -(-(slots.base + length) // stride)
+        changed = text[:, :, first * stride : stop * stride]
+        compressed[:, :, first:stop] = compress(changed, weight)
+        return compressed
+    number = -(-length // stride)
+    first = first[:, None]
+    strides = first + torch.arange(number, device=text.device)
+    changed = first * stride + torch.arange(number * stride, device=text.device)
+    changed = text.gather(2, _index(changed, like=text))
+    return compressed.scatter_(2, _index(strides, like=text), compress(changed, weight))
 
 
-def compress(slots: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Slots [B, H, R, D] summed with weights [H, stride, D] to one per stride: [B, H, R / stride, D]."""
-    return (slots.unflatten(2, (-1, weight.shape[1])) * weight.to(slots.dtype).unsqueeze(1)).sum(3)
+def _with_room(before: Tensor, size: int, overwrites: bool) -> Tensor:
+    """A copy of `before` with `size` slots, or `before` itself if it may be overwritten and has that size."""
+    missing = size - before.shape[2]
+    if missing:
+        return F.pad(before, (0, 0, 0, missing))
+    return before if overwrites else before.clone()
+
+
+def _index(slots: Tensor, like: Tensor) -> Tensor:
+    """Slots [B, S] as an index into slots like [B, H, R, D]."""
+    return slots[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
+
+
+def _state_after(
+    text: SparseKeys, slots: CallSlots, tail: Tensor, columns: int | Tensor, sizes: SparseSizes
+) -> SparseState:
+    """The state after a call, up to which `columns` columns were read."""
+    text.keys.written_columns = columns
+    strides = sizes.block // sizes.stride
+    return SparseState(
+        slot_keys=text.keys,
+        slot_values=text.values,
+        compressed_keys=text.compressed_keys.unflatten(2, (-1, strides)),
+        compressed_values=text.compressed_values.unflatten(2, (-1, strides)),
+        first=slots.first_after,
+        conv_tail=tail,
+    )
 
 
 def read_tokens(
@@ -235,82 +321,124 @@ def read_tokens(
     state: SparseState | None,
     blocks: TokenPlan,
     sizes: SparseSizes,
-    qkv_sizes: QkvSizes,
-    plain: bool,
+    is_plain: bool,
     need_state: bool,
     selects: bool,
-) -> tuple[torch.Tensor, SparseState | None, Selection | None]:
+) -> tuple[Tensor, SparseState | None, Selection | None]:
     """`read_text` in the order of the tokens.
 
     The state holds each row's last document alone, which begins at slot 0: that many slots are known beforehand.
     """
     columns = blocks.past.columns
     # a cache of fixed length has room for all tokens
-    room = -(-columns // sizes.block) * sizes.block if isinstance(columns, int) else state.slot_keys.shape[2]
-    tensors = inputs._asdict() | ({} if state is None else state._asdict()) | blocks.tensors()
-    heads, key_heads, epsilon = qkv_sizes
-    numbers = [blocks.columns(), room, int(plain), int(need_state), int(selects), *sizes, heads, key_heads]
-    output, *rest = call("sparse_attention", tensors, numbers, str(epsilon))
-    selection = (inputs.gates, rest.pop(-2), rest.pop()) if selects else None
-    return output, SparseState(*rest) if need_state else None, selection
+    if isinstance(columns, int):
+        size = _round_up(columns, sizes.block)
+    else:
+        size = state.slot_keys.shape[2]
+    tensors = inputs._asdict() | blocks.tensors()
+    if state is not None:
+        tensors |= state._asdict()
+    *whole_sizes, epsilon = sizes
+    numbers = [blocks.columns(), size, int(is_plain), int(need_state), int(selects), *whole_sizes]
+    output, *results = call("sparse_attention", tensors, numbers, str(epsilon))
+    selection = None
+    if selects:
+        *results, selected, own_block = results
+        selection = Selection(inputs.gates, selected, own_block)
+    return output, SparseState(*results) if need_state else None, selection
 
 
-def _parts(tensors: dict[str, torch.Tensor], numbers: Sequence[int], epsilon: str) -> tuple:
-    """The arguments of `read_text` before and after `blocks`."""
-    inputs, state = (named_tuple(kind, tensors) for kind in (SparseInputs, SparseState))
-    *sizes, heads, key_heads = numbers[5:]
-    return inputs, state, SparseSizes(*sizes), QkvSizes(heads, key_heads, float(epsilon))
+def _arguments(
+    tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str
+) -> tuple[SparseInputs, SparseState | None, SparseSizes]:
+    """The arguments of `read_tokens`, from those of the operator."""
+    sizes = SparseSizes(*numbers[5:], float(epsilon))
+    return named_tuple(SparseInputs, tensors), named_tuple(SparseState, tensors), sizes
 
 
-def _run(tensors: dict[str, torch.Tensor], numbers: Sequence[int], epsilon: str) -> list[torch.Tensor]:
-    columns, room, plain, *needs = numbers[:5]
-    inputs, state, sizes, of_qkv = _parts(tensors, numbers, epsilon)
+def _run(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) -> list[Tensor]:
+    columns, size, is_plain, need_state, selects = numbers[:5]
+    inputs, state, sizes = _arguments(tensors, numbers, epsilon)
     plan = partial(plan_slots, sizes.block)
-    blocks = plan_again(plan, tensors, inputs.raw.shape[:2], columns, state is not None)
-    angles = {name: blocks.to_slots(getattr(inputs, name)) for name in ("cos", "sin")}
-    choose = None if plain else lambda *_: FAST.get("sparse_reads")
-    output, after, selection = read_text(inputs._replace(**angles), state, blocks, sizes, of_qkv, choose, *needs)
+    blocks = plan_again(plan, tensors, inputs.raw.shape[:2], columns, has_past=state is not None)
+    cos, sin = blocks.to_slots(inputs.cos), blocks.to_slots(inputs.sin)
+    inputs = inputs._replace(cos=cos, sin=sin)
+    choose = None if is_plain else _fast_reads
+    output, after, selection = read_text(inputs, state, blocks, sizes, choose, need_state, selects)
     results = [output]
-    if after is not None:
-        results += _last_document(after, room, sizes)
-    if selection is not None:
-        chosen, own = (blocks.to_tokens(part) for part in (selection[1].transpose(1, 2), selection[2]))
-        if "padding" in tensors:
-            own = torch.where(tensors["padding"].bool(), own, -1)
-        results += [F.pad(chosen.transpose(1, 2), (0, sizes.top_k - chosen.shape[-1]), value=-1), own]
+    if need_state:
+        results += _last_document(after, size, sizes.block)
+    if selects:
+        results += _by_token(selection, blocks, sizes.top_k, tensors.get("padding"))
     return results
 
 
-def _last_document(state: SparseState, room: int, sizes: SparseSizes) -> SparseState:
-    """A copy of the state with `room` slots, in which each row's document begins at slot 0."""
-
-    def moved(held: torch.Tensor, first: torch.Tensor, number: int) -> torch.Tensor:
-        index = (first[:, None] + torch.arange(number, device=held.device)).clamp(max=held.shape[2] - 1)
-        return torch.take_along_dim(held, index.view(len(index), 1, number, *(1,) * (held.ndim - 3)), dim=2)
-
-    slots = (moved(part, state.first, room) for part in state[:2])
-    compressed = (moved(part, state.first // sizes.block, room // sizes.block) for part in state[2:4])
-    return SparseState(*slots, *compressed, torch.zeros_like(state.first), state.conv_tail)
+def _fast_reads(query: Tensor, base: int) -> Callable | None:
+    return FAST.get("sparse_reads")
 
 
-def _shapes(tensors: dict[str, torch.Tensor], numbers: Sequence[int], epsilon: str) -> list[torch.Tensor]:
-    _, room, _, need_state, selects = numbers[:5]
-    inputs, state, sizes, of_qkv = _parts(tensors, numbers, epsilon)
-    raw, (heads, width) = inputs.raw, (of_qkv.key_heads, inputs.query_norm.shape[-1])
-    rows, length, channels = raw.shape
-    dtype = torch.promote_types(raw.dtype, inputs.cos.dtype)
-    output = torch.promote_types(dtype, torch.float32)
-    results = [raw.new_empty(rows, length, of_qkv.heads * width, dtype=output)]
+def _last_document(state: SparseState, size: int, block: int) -> SparseState:
+    """A copy of the state with `size` slots, in which each row's document begins at slot 0."""
+    first_block = state.first // block
+    return SparseState(
+        slot_keys=_from_first(state.slot_keys, state.first, size),
+        slot_values=_from_first(state.slot_values, state.first, size),
+        compressed_keys=_from_first(state.compressed_keys, first_block, size // block),
+        compressed_values=_from_first(state.compressed_values, first_block, size // block),
+        first=torch.zeros_like(state.first),
+        conv_tail=state.conv_tail,
+    )
+
+
+def _from_first(part: Tensor, first: Tensor, number: int) -> Tensor:
+    """`number` slots or blocks of [B, H, R, ...] from each row's `first` one on; the last one again at the end."""
+    index = first[:, None] + torch.arange(number, device=part.device)
+    index = index.clamp(max=part.shape[2] - 1)
+    ones = (1,) * (part.ndim - 3)
+    index = index.view(-1, 1, number, *ones)
+    return torch.take_along_dim(part, index, dim=2)
+
+
+def _by_token(selection: Selection, blocks: SlotPlan, top_k: int, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Selected blocks [B, H, T, top_k] and own blocks [B, T] of tokens, from those of slots."""
+    # [B, S, H, X]
+    selected = selection.blocks.transpose(1, 2)
+    selected = blocks.to_tokens(selected).transpose(1, 2)
+    missing = top_k - selected.shape[-1]
+    selected = F.pad(selected, (0, missing), value=-1)
+    own_block = blocks.to_tokens(selection.own_block)
+    if padding is not None:
+        own_block = torch.where(padding.bool(), own_block, -1)
+    return selected, own_block
+
+
+def _shapes(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) -> list[Tensor]:
+    _, size, _, need_state, selects = numbers[:5]
+    inputs, state, sizes = _arguments(tensors, numbers, epsilon)
+    rows, length, channels = inputs.raw.shape
+    width = inputs.query_norm.shape[-1]
+    empty = inputs.raw.new_empty
+    key_dtype = torch.promote_types(inputs.raw.dtype, inputs.cos.dtype)
+    output_dtype = torch.promote_types(key_dtype, torch.float32)
+    results = [empty(rows, length, sizes.heads * width, dtype=output_dtype)]
     if need_state:
-        # keys and values, in the dtypes of the state if there is one
-        kinds = (dtype, raw.dtype) if state is None else [part.dtype for part in state[:2]]
-        for shape in ((room,), (room // sizes.block, sizes.block // sizes.stride)):
-            results += [raw.new_empty(rows, heads, *shape, width, dtype=kind) for kind in kinds]
-        tail = raw.new_empty(rows, len(inputs.conv_weights) - 1, channels)
-        results += [raw.new_empty(rows, dtype=torch.long), tail]
+        value_dtype = inputs.raw.dtype
+        if state is not None:
+            key_dtype, value_dtype = state.slot_keys.dtype, state.slot_values.dtype
+        slots = rows, sizes.key_heads, size, width
+        blocks = size // sizes.block
+        strides = rows, sizes.key_heads, blocks, sizes.block // sizes.stride, width
+        results += SparseState(
+            slot_keys=empty(slots, dtype=key_dtype),
+            slot_values=empty(slots, dtype=value_dtype),
+            compressed_keys=empty(strides, dtype=key_dtype),
+            compressed_values=empty(strides, dtype=value_dtype),
+            first=empty(rows, dtype=torch.long),
+            conv_tail=empty(rows, len(inputs.conv_weights) - 1, channels),
+        )
     if selects:
-        shapes = (rows, heads, length, sizes.top_k), (rows, length)
-        results += [raw.new_empty(shape, dtype=torch.long) for shape in shapes]
+        results.append(empty(rows, sizes.key_heads, length, sizes.top_k, dtype=torch.long))
+        results.append(empty(rows, length, dtype=torch.long))
     return results
 
 

@@ -77,7 +77,8 @@ def test_what_stands_in_the_way_of_a_model(monkeypatch, tiny_model, options, dty
 
 
 def test_gradients_of_the_keys_of_earlier_calls_are_torchs():
-    sizes, queries = SparseSizes(16, 8, 4, 16), torch.zeros(1, 1, 1, 4, 16)
+    sizes = SparseSizes(block=16, stride=8, top_k=4, window=16, heads=1, key_heads=1, epsilon=1e-6)
+    queries = torch.zeros(1, 1, 1, 4, 16)
     assert "no gradients of the keys of earlier calls" in selection_obstacle(queries, 16, sizes)
     with torch.no_grad():
         assert "earlier calls" not in (selection_obstacle(queries, 16, sizes) or "")

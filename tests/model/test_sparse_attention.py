@@ -10,7 +10,7 @@ from mixers import LargestTensor
 from sparse_mixers import FEW, mixed, random_model, texts
 
 from hope_hf import HopeCache
-from hope_hf.fast import sparse_reads
+from hope_hf.fast import sparse_qkv
 from hope_hf.model.sparse_branches import SparseSizes, select_blocks
 
 SIZES = {
@@ -44,14 +44,18 @@ def test_the_text_chooses_among_blocks():
 
 def test_forced_blocks_come_first():
     """Own, first and previous, in that order where there is no room for all; then by attention."""
+
+    def sizes(top_k):
+        return SparseSizes(block=8, stride=4, top_k=top_k, window=8, heads=1, key_heads=1, epsilon=1e-6)
+
     attention = torch.zeros(1, 1, 1, 12, dtype=torch.float64)
     attention[..., 4:6], attention[..., 6:8] = 1.0, 2.0
     at, first = torch.tensor([[5 * 8 + 3]]), torch.tensor([[0]])
     for top_k, expected in ((1, [5]), (2, [0, 5]), (3, [0, 4, 5]), (4, [0, 3, 4, 5]), (5, [0, 2, 3, 4, 5])):
-        chosen = select_blocks(attention, at, first, SparseSizes(8, 4, top_k, 8))
+        chosen = select_blocks(attention, at, first, sizes(top_k))
         assert sorted(chosen.flatten().tolist()) == expected
     # a document that begins at the third block sees none before
-    chosen = select_blocks(attention, at, torch.tensor([[24]]), SparseSizes(8, 4, 5, 8))
+    chosen = select_blocks(attention, at, torch.tensor([[24]]), sizes(top_k=5))
     assert sorted(chosen.flatten().tolist()) == [-1, -1, 3, 4, 5]
 
 
@@ -117,5 +121,5 @@ def test_blocks_larger_than_a_tile_of_time(monkeypatch, tiny_model):
             return model(ids[:, 15:], attention_mask=mask, cache=cache).logits
 
     expected = read()
-    monkeypatch.setattr(sparse_reads, "_TIME_TILE", 8)
+    monkeypatch.setattr(sparse_qkv, "_TIME_TILE", 8)
     torch.testing.assert_close(read(), expected, rtol=0, atol=1e-10)
