@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
@@ -151,7 +151,7 @@ def _checksum(tensors: NamedTensors, metadata: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row by row."""
     flat = tensor.contiguous().flatten()
     return memoryview(flat.view(torch.uint8).cpu().numpy())
@@ -242,7 +242,7 @@ def _are_possible_counts(name: str, tensors: NamedTensors, first: dict[str, str]
     return most <= columns and least >= (columns if is_uniform else 0)
 
 
-def _stays_finite(tensor: torch.Tensor) -> bool:
+def _stays_finite(tensor: Tensor) -> bool:
     """Whether the tensor [..., D], read at a unit vector, has a finite squared norm in float32 or wider.
 
     If entries are at most m, a read has D entries of at most m sqrt(D).
@@ -275,7 +275,7 @@ def fingerprint(model: PreTrainedModel, all_fields: bool = False) -> Fingerprint
     exact = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     rounded = exact.copy()
     for name, value in sorted(_values_in_use(model), key=itemgetter(0)):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             option = f"{name} {value}".encode()
             exact.update(option)
             rounded.update(option)
@@ -332,15 +332,15 @@ class _Value(NamedTuple):
     path: str
     name: str
     # or an option of an adapter
-    value: torch.Tensor | float | str
+    value: Tensor | float | str
 
 
-def _values_in_use(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor | float | str]]:
+def _values_in_use(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | float | str]]:
     """Every value that the trunk computes with, by name; tensors are plain, several for a quantized weight."""
     trunk = model.base_model
     hashed = set()
     for used in _values_of_module(trunk, _ModulePath(), {*getattr(model, "peft_config", {})}):
-        if not isinstance(used.value, torch.Tensor):
+        if not isinstance(used.value, Tensor):
             yield used.name, used.value
         elif id(used.value) not in hashed:
             # a weight of several modules counts once
@@ -405,13 +405,13 @@ def _options_of_adapters(wrapper: nn.Module, path: _ModulePath, position: dict[s
             if adapter not in by_adapter:
                 continue
             option = by_adapter[adapter]
-            if not isinstance(option, (float, int, str, torch.Tensor)):
+            if not isinstance(option, (float, int, str, Tensor)):
                 option = type(option).__name__
             name = f"{key}.{index}"
             yield _Value(path.full + name, path.short + name, option)
 
 
-def _plain_tensors(trunk: nn.Module, used: _Value) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(trunk: nn.Module, used: _Value) -> Iterator[tuple[str, Tensor]]:
     """A tensor by name as plain tensors."""
     pending = [(used.name, used.value.detach())]
     for name, weight in pending:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -165,7 +166,7 @@ class HopeCache(Rows, DynamicCache):
 
     def detach_(self) -> "HopeCache":
         """Detach all tensors in place: truncated backpropagation through time."""
-        return self.map(torch.Tensor.detach)
+        return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str | int | None) -> "HopeCache":
         """Move every tensor to a device, in place; `None`, as accelerate's hooks call it, moves nothing."""
@@ -203,8 +204,8 @@ class HopeCache(Rows, DynamicCache):
 
     @classmethod
     def joined(
-        cls, caches: Sequence["HopeCache"], attention_masks: Sequence[torch.Tensor] | None = None
-    ) -> tuple["HopeCache", torch.Tensor]:
+        cls, caches: Sequence["HopeCache"], attention_masks: Sequence[Tensor] | None = None
+    ) -> tuple["HopeCache", Tensor]:
         """A cache with the rows of several, such as those of several users, and its mask; the given ones stay.
 
         Rows that have read less than others have padding in front.
@@ -245,7 +246,7 @@ class HopeCache(Rows, DynamicCache):
                 part.add_padding(columns)
         return padded
 
-    def split(self, attention_mask: torch.Tensor | None = None) -> list["HopeCache"]:
+    def split(self, attention_mask: Tensor | None = None) -> list["HopeCache"]:
         """A cache of every row, without padding; this one stays.
 
         Args:

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .chunks import Past
 
-TensorFunction = Callable[[torch.Tensor], torch.Tensor]
-NamedTensors = dict[str, torch.Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
+NamedTensors = dict[str, Tensor]
 # How a file holds what levels have learned, see `LevelState.named_tensors`.
 LEVEL_DTYPES = ("float32", "bfloat16", "int8")
 # Why a period ends without a step.
@@ -27,8 +28,8 @@ GATED, NOT_FINITE = range(2)
 class KeyValues(NamedTuple):
     """Keys and values of a text [B, H, T, D], as the state of a layer."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
 
 def map_state(function: TensorFunction, state: tuple) -> tuple:
@@ -77,7 +78,7 @@ class Rows:
         """Repeat every row."""
         self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`."""
         self.map(lambda tensor: tensor[indices.to(tensor.device)])
 
@@ -125,7 +126,7 @@ class CachePart(Rows):
         self.load(joined)
 
 
-def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all; blocks that sparse attention holds of some rows alone are empty in the others."""
     first = parts[0]
     if all(part.shape[1:] == first.shape[1:] for part in parts):
@@ -142,7 +143,7 @@ def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(padded)
 
 
-def _shape_of_blocks(tensor: torch.Tensor) -> torch.Size:
+def _shape_of_blocks(tensor: Tensor) -> torch.Size:
     """The shape of a tensor [B, H, blocks, ...] without rows and number of blocks."""
     return tensor.shape[1:2] + tensor.shape[3:]
 
@@ -234,7 +235,7 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
         if columns:
             self.past = self.past._replace(columns=self.past.columns + columns, is_uniform=False)
 
-    def keep_columns(self, real: torch.Tensor) -> None:
+    def keep_columns(self, real: Tensor) -> None:
         """Count the columns `real` [columns] of a single row alone."""
         columns = int(real.sum())
         is_uniform = int(self.past.seen) == columns
@@ -317,7 +318,7 @@ class KeyValuePart(CachePart):
         """Put columns of zeros in front of keys and values."""
         self.map(lambda tensor: F.pad(tensor, (0, 0, columns, 0)))
 
-    def keep_columns(self, real: torch.Tensor) -> None:
+    def keep_columns(self, real: Tensor) -> None:
         """Keep the columns `real` [columns]."""
         self.map(lambda tensor: tensor[:, :, real.to(tensor.device)])
 
@@ -340,7 +341,7 @@ class MatrixKey(NamedTuple):
 
 
 # A tensor for each matrix that learns.
-ByMatrix = dict[MatrixKey, torch.Tensor]
+ByMatrix = dict[MatrixKey, Tensor]
 
 
 class LevelState(NamedTuple):
@@ -351,13 +352,13 @@ class LevelState(NamedTuple):
     # gradient of the loss summed over the open period, of the same shapes; a matrix without an open period has none
     gradients: ByMatrix
     # real tokens of the row's document that were read for learning [B]
-    tokens: torch.Tensor
+    tokens: Tensor
     # loss in nats and number of predictions in the open period of each level [B, L]
-    losses: torch.Tensor
-    scored: torch.Tensor
+    losses: Tensor
+    scored: Tensor
     # steps taken [B, L], and steps left out, by reason (`GATED`, `NOT_FINITE`) [B, L, 2]
-    steps: torch.Tensor
-    skipped: torch.Tensor
+    steps: Tensor
+    skipped: Tensor
 
     def map(self, function: TensorFunction) -> "LevelState":
         """The state with `function` applied to every tensor."""
@@ -422,7 +423,7 @@ class LevelState(NamedTuple):
             "skipped_not_finite": self.skipped[..., NOT_FINITE],
         }
 
-    def drifts(self, norms: ByMatrix) -> torch.Tensor:
+    def drifts(self, norms: ByMatrix) -> Tensor:
         """Largest norm of a difference of each row and level [B, L], relative to its matrix's in `norms`."""
         largest = torch.zeros_like(self.losses)
         for key, delta in self.deltas.items():
@@ -468,7 +469,7 @@ class LearnedLevels(CachePart):
     def add_padding(self, columns: int) -> None:
         """Nothing is learned from padding."""
 
-    def keep_columns(self, real: torch.Tensor) -> None:
+    def keep_columns(self, real: Tensor) -> None:
         """Nothing was learned from padding."""
 
     def append_rows(self, others: Sequence["LearnedLevels"], rows: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -34,7 +34,7 @@ class Call:
     """What the blocks of a trunk read of one call."""
 
     # embeddings of the call's tokens [B, T, hidden_size]
-    hidden_states: torch.Tensor
+    hidden_states: Tensor
     # each block's layer is written after the block, that of softmax attention inside of it; `None` if none is given
     # and none is asked for
     cache: Cache | None
@@ -52,11 +52,11 @@ class Call:
 
 def prepare_call(
     trunk: nn.Module,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | dict | None,
-    position_ids: torch.Tensor | None,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | dict | None,
+    position_ids: Tensor | None,
     cache: Cache | None,
-    inputs_embeds: torch.Tensor | None,
+    inputs_embeds: Tensor | None,
     use_cache: bool | None,
     freeze_memories: bool | None,
     options: Mapping,
@@ -104,8 +104,8 @@ def prepare_call(
 
 def plan_tokens(
     trunk: nn.Module,
-    hidden_states: torch.Tensor,
-    input_ids: torch.Tensor | None,
+    hidden_states: Tensor,
+    input_ids: Tensor | None,
     documents: Documents,
     past: Past | None,
     keeps_digest: bool = False,
@@ -165,9 +165,7 @@ class FreezesMemories:
             _FROZEN.reset(token)
 
 
-def check_inputs(
-    config: HopeConfig, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None
-) -> None:
+def check_inputs(config: HopeConfig, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> None:
     """ValueError unless exactly one is given: tokens [B, T] or embeddings [B, T, hidden_size] with T > 0.
 
     The values of tokens are checked on the CPU only, where the check does not wait for a device.
@@ -204,7 +202,7 @@ def check_inputs(
             raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
 
 
-def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+def check_labels(labels: Tensor, vocab_size: int) -> None:
     """ValueError for labels that are no tokens; on the CPU only, where the check does not wait for a device."""
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
@@ -214,7 +212,7 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
             )
 
 
-def check_cache(cache: Cache, config: HopeConfig, hidden_states: torch.Tensor) -> Past | None:
+def check_cache(cache: Cache, config: HopeConfig, hidden_states: Tensor) -> Past | None:
     """Counts of the tokens that layers with a state have read; an empty `DynamicCache()` gets its layers.
 
     Args:
@@ -266,7 +264,7 @@ def _name(state_class: type[tuple] | None) -> str | None:
     return None if state_class is None else state_class.__name__
 
 
-def _check_rows(cached_rows: int, hidden_states: torch.Tensor) -> None:
+def _check_rows(cached_rows: int, hidden_states: Tensor) -> None:
     if cached_rows != len(hidden_states):
         raise ValueError(
             f"the cache holds {cached_rows} sequences, and the input {len(hidden_states)}: choose rows with "
@@ -274,7 +272,7 @@ def _check_rows(cached_rows: int, hidden_states: torch.Tensor) -> None:
         )
 
 
-def _check_keys(dtype: torch.dtype, hidden_states: torch.Tensor) -> None:
+def _check_keys(dtype: torch.dtype, hidden_states: Tensor) -> None:
     # under autocast keys have other dtypes than hidden states
     if dtype != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
         raise ValueError(

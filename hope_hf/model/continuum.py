@@ -6,7 +6,7 @@ is an ordinary MLP, to whose weights a cache may add what the text so far has ta
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -31,7 +31,7 @@ class ContinuumLevel(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: torch.Tensor, deltas: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, deltas: dict[str, Tensor] | None = None) -> Tensor:
         """[B, T, hidden_size], with differences to the weights [B, o, i] of the maps that learned from each row."""
         normed = self.norm(hidden_states)
         if deltas is None:
@@ -44,7 +44,7 @@ class ContinuumLevel(nn.Module):
         return _with_delta(self.down_proj, gate * up, deltas.get("down_proj"))
 
 
-def _with_delta(projection: nn.Module, inputs: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+def _with_delta(projection: nn.Module, inputs: Tensor, delta: Tensor | None) -> Tensor:
     """The map of inputs [B, T, i] with weights `W + D` for each row, `D` [B, o, i]."""
     outputs = projection(inputs)
     if delta is None:
@@ -69,7 +69,7 @@ class ContinuumMemory(nn.Module):
         for level in range(len(config.level_periods)):
             self.levels.append(ContinuumLevel(config, level))
 
-    def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, deltas: dict[int, dict] | None = None) -> Tensor:
         """[B, T, hidden_size]."""
         for level in self.levels:
             deltas_of_level = deltas.get(level.level) if deltas else None
@@ -87,7 +87,7 @@ class IndependentContinuum(ContinuumMemory):
         super().__init__(config)
         self.mix = LearnedFactors(len(self.levels))
 
-    def forward(self, hidden_states: torch.Tensor, deltas: dict[int, dict] | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, deltas: dict[int, dict] | None = None) -> Tensor:
         """[B, T, hidden_size]."""
         weights = self.mix(hidden_states.dtype)
         total = 0

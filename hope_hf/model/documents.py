@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
@@ -21,12 +22,12 @@ class Documents(NamedTuple):
     """Padding and documents of a call, for every layer."""
 
     # 0 for padding [B, T], or `None` without padding
-    padding: torch.Tensor | None
+    padding: Tensor | None
     # [B or 1, T], 0 at the first token of a document; `None` if the call gives neither positions nor documents
-    position_ids: torch.Tensor | None
+    position_ids: Tensor | None
 
 
-def boundaries_of(arguments: Mapping) -> dict[str, torch.Tensor]:
+def boundaries_of(arguments: Mapping) -> dict[str, Tensor]:
     """The `BOUNDARIES` of documents among the arguments, by name."""
     boundaries = {}
     for name in BOUNDARIES:
@@ -36,10 +37,10 @@ def boundaries_of(arguments: Mapping) -> dict[str, torch.Tensor]:
 
 
 def read_documents(
-    columns: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    boundaries: dict[str, torch.Tensor],
-    hidden_states: torch.Tensor,
+    columns: Tensor | None,
+    position_ids: Tensor | None,
+    boundaries: dict[str, Tensor],
+    hidden_states: Tensor,
     cache: Cache | None,
 ) -> Documents:
     """Padding and positions of a call.
@@ -100,8 +101,8 @@ def _check_cache_takes_documents(cache: Cache | None, names: list[str]) -> None:
 
 
 def mask_of_call(
-    attention_mask: torch.Tensor | dict | None, shape: tuple[int, int], cache: Cache | None, has_state: bool
-) -> torch.Tensor | None:
+    attention_mask: Tensor | dict | None, shape: tuple[int, int], cache: Cache | None, has_state: bool
+) -> Tensor | None:
     """The columns [B, T] of a call's attention mask that belong to its own tokens; `None` for other masks.
 
     Args:
@@ -123,7 +124,7 @@ def mask_of_call(
     return attention_mask[:, -length:]
 
 
-def _split_mask(columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _split_mask(columns: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Padding [B, T], and the numbers of documents [B, T]; `None` for what a mask does not have.
 
     Unlike in transformers' mask for recurrent models, a single token may be padding, on which a chunked prefill can
@@ -145,9 +146,7 @@ def _split_mask(columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tenso
     return padding, columns
 
 
-def _check_agreement(
-    positions: dict[str, torch.Tensor], position_ids: torch.Tensor | None, real: torch.Tensor
-) -> None:
+def _check_agreement(positions: dict[str, Tensor], position_ids: Tensor | None, real: Tensor) -> None:
     """ValueError if two arguments, whose positions [B, T] are given by name, begin documents at other tokens."""
     first, *others = positions
     starts = (positions[first] == 0) & real
@@ -167,11 +166,11 @@ def _check_agreement(
             )
 
 
-def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int, seen: int) -> None:
+def check_mask(attention_mask: Tensor, batch_size: int, query_length: int, seen: int) -> None:
     """ValueError unless a mask has one column per token, including the `seen` tokens of earlier calls."""
     shape = tuple(attention_mask.shape)
     expected = (batch_size, seen + query_length)
-    if not isinstance(attention_mask, torch.Tensor) or len(shape) != 2:
+    if not isinstance(attention_mask, Tensor) or len(shape) != 2:
         raise ValueError(
             f"attention_mask has the shape {shape}, and layers that keep a state read no such masks: give {expected}, "
             "with 1 for a token (or the number of its document) and 0 for padding"
@@ -183,7 +182,7 @@ def check_mask(attention_mask: torch.Tensor, batch_size: int, query_length: int,
         )
 
 
-def check_mask_values(mask: torch.Tensor) -> bool:
+def check_mask_values(mask: Tensor) -> bool:
     """Whether a mask [B, T] numbers documents; ValueError if it holds other values than whole numbers from 0.
 
     The call waits for the device.
@@ -200,7 +199,7 @@ def check_mask_values(mask: torch.Tensor) -> bool:
     return most > 1
 
 
-def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+def later_begins(padding: Tensor, position_ids: Tensor) -> Tensor:
     """Whether a document begins with a token [B, T] that is not the first of its row; see `Documents`.
 
     `padding` [B, C] may also hold columns before those of `position_ids` [B or 1, T].
@@ -211,7 +210,7 @@ def later_begins(padding: torch.Tensor, position_ids: torch.Tensor) -> torch.Ten
     return (position_ids == 0) & is_later[:, -length:]
 
 
-def _begins_of_indices(seq_idx: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
+def _begins_of_indices(seq_idx: Tensor, batch_size: int, length: int) -> Tensor:
     """Whether a document begins with a token [B, T]: its index [B or 1, T] differs from that of the token before."""
     shape = tuple(seq_idx.shape)
     if shape not in ((1, length), (batch_size, length)):
@@ -222,7 +221,7 @@ def _begins_of_indices(seq_idx: torch.Tensor, batch_size: int, length: int) -> t
     return torch.cat([first, differs], dim=1)
 
 
-def _begins_of_ends(name: str, ends: torch.Tensor, batch_size: int, length: int) -> torch.Tensor:
+def _begins_of_ends(name: str, ends: Tensor, batch_size: int, length: int) -> Tensor:
     """Whether a document begins with a token [B, T]: 0 and the end of every document of the rows in a line [N]."""
     tokens = batch_size * length
     if ends.ndim != 1 or ends.is_floating_point():
@@ -247,7 +246,7 @@ def _begins_of_ends(name: str, ends: torch.Tensor, batch_size: int, length: int)
     return begins[:-1].view(batch_size, length)
 
 
-def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
+def _begins_of_numbers(numbers: Tensor) -> Tensor:
     """Whether a document begins with a token [B, T]: its number differs from that of the real token before it."""
     length = numbers.shape[1]
     column = torch.arange(length, device=numbers.device)
@@ -260,7 +259,7 @@ def _begins_of_numbers(numbers: torch.Tensor) -> torch.Tensor:
     return real & (is_first | differs)
 
 
-def _positions(begins: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def _positions(begins: Tensor, real: Tensor) -> Tensor:
     """Number of real tokens of its document before each token [B, T]; a document may begin with padding."""
     before = real.cumsum(1) - real.long()
     before_document = torch.where(begins, before, 0).cummax(1).values

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -177,7 +177,7 @@ class Learner(NamedTuple):
         )
 
 
-def _plain_weight(projection: nn.Module, key: MatrixKey) -> torch.Tensor:
+def _plain_weight(projection: nn.Module, key: MatrixKey) -> Tensor:
     """The trained weight [o, i] of a map."""
     # an adapter keeps the trained map as `base_layer`
     weight = getattr(projection, "base_layer", projection).weight.detach()
@@ -196,14 +196,14 @@ def _plain_weight(projection: nn.Module, key: MatrixKey) -> torch.Tensor:
     return weight
 
 
-def _wide_dtype(weight: torch.Tensor) -> torch.dtype:
+def _wide_dtype(weight: Tensor) -> torch.dtype:
     """The dtype of a weight's difference: float32, or float64 for such a weight."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dict[int, dict[str, torch.Tensor]]]:
+def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dict[int, dict[str, Tensor]]]:
     """Differences to the weights [B, o, i] by block, level and matrix; ValueError if they are of another model."""
-    blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    blocks: dict[int, dict[int, dict[str, Tensor]]] = {}
     sizes = config.level_intermediate_sizes
     for (block, level, matrix), delta in deltas.items():
         needed = None
@@ -268,7 +268,7 @@ def loaded_state(state: LevelState, fields: dict, model: PreTrainedModel, rows: 
     return loaded
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor, like: Tensor) -> None:
     """ValueError if a tensor of a file has another shape or dtype, or holds what no text teaches."""
     if tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise ValueError(f"holds 'levels.{name}' as {list(tensor.shape)} {tensor.dtype}")
@@ -282,12 +282,12 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def step(
-    delta: torch.Tensor,
-    gradient: torch.Tensor,
-    norm: torch.Tensor,
+    delta: Tensor,
+    gradient: Tensor,
+    norm: Tensor,
     learning: LevelLearning,
-    strength: torch.Tensor,
-) -> torch.Tensor:
+    strength: Tensor,
+) -> Tensor:
     """The next delta [B, o, i] of a matrix of the given norm; rows with a `strength` [B, 1, 1] of 0 keep theirs."""
     takes_step = strength > 0
     if not bool(takes_step.all()):
@@ -304,7 +304,7 @@ def step(
     return moved * factor if exceeds else moved
 
 
-def normalised(gradient: torch.Tensor) -> torch.Tensor:
+def normalised(gradient: Tensor) -> Tensor:
     """Gradients [B, o, i] over the root mean squares of their rows and columns; RMS at most 1.
 
     As in Adafactor (arXiv 1804.04235), but of this gradient alone.
@@ -321,7 +321,7 @@ def normalised(gradient: torch.Tensor) -> torch.Tensor:
     return even / rms.clamp_min(1.0)
 
 
-def _norms(matrices: torch.Tensor, dim: int | tuple[int, int]) -> torch.Tensor:
+def _norms(matrices: Tensor, dim: int | tuple[int, int]) -> Tensor:
     """Norms of matrices [B, o, i] over axes, which stay with size 1."""
     return torch.linalg.vector_norm(matrices, dim=dim, keepdim=True)
 
@@ -332,9 +332,9 @@ class Piece(NamedTuple):
     # arguments of the trunk
     inputs: dict
     # each token's next token [B, T], -100 where it is not scored
-    targets: torch.Tensor
+    targets: Tensor
     # whether a token is no padding [B, T]
-    real: torch.Tensor
+    real: Tensor
     # whether a document begins with it, which is read without what was learned before
     begins_document: bool
     # whether the levels learn from it
@@ -345,10 +345,10 @@ class PieceResult(NamedTuple):
     """What was read: detached."""
 
     # hidden states [B, T, hidden_size]
-    hidden: torch.Tensor
+    hidden: Tensor
     # summed loss of each row [B] in nats, and its number of predictions
-    loss: torch.Tensor
-    scored: torch.Tensor
+    loss: Tensor
+    scored: Tensor
 
 
 class _PieceDeltas(NamedTuple):
@@ -362,13 +362,13 @@ class _PieceDeltas(NamedTuple):
 class _PeriodEnd(NamedTuple):
     """What happens to each row's period of each level after a piece; all [B, L]."""
 
-    closes: torch.Tensor
+    closes: Tensor
     # whether it takes a step, and the factor of the rate: 0 without one
-    steps: torch.Tensor
-    strength: torch.Tensor
+    steps: Tensor
+    strength: Tensor
     # why it takes none
-    gated: torch.Tensor
-    not_finite: torch.Tensor
+    gated: Tensor
+    not_finite: Tensor
 
 
 def read_piece(learner: Learner, cache, piece: Piece) -> PieceResult:
@@ -400,7 +400,7 @@ def read_piece(learner: Learner, cache, piece: Piece) -> PieceResult:
     return PieceResult(hidden.detach(), learned_loss + last_loss, scored=is_scored.sum(1))
 
 
-def _row_losses(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor, columns: slice) -> torch.Tensor:
+def _row_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor, columns: slice) -> Tensor:
     """Summed next-token loss of some columns of each row [B] of hidden states [B, T, hidden_size], from float32.
 
     The weight of the head gets no gradient.
@@ -416,10 +416,10 @@ def _row_losses(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Ten
 
 def _with_piece(
     state: LevelState,
-    real: torch.Tensor,
+    real: Tensor,
     gradients: ByMatrix,
-    loss: torch.Tensor,
-    predictions: torch.Tensor,
+    loss: Tensor,
+    predictions: Tensor,
 ) -> LevelState:
     """The state with a piece added to every open period.
 

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -58,10 +59,10 @@ class Reading(NamedTuple):
     """The result of `read_and_learn`, detached."""
 
     # after the last block and norm [B, T, hidden_size]; `None` if it is not kept
-    hidden: torch.Tensor | None
+    hidden: Tensor | None
     # summed loss of each row [B] in nats, and its number of predictions
-    loss: torch.Tensor
-    scored: torch.Tensor
+    loss: Tensor
+    scored: Tensor
     # the same of each piece, in the order of reading
     pieces: list[tuple[float, int]]
 
@@ -71,17 +72,17 @@ class Text:
     """The tokens of a call."""
 
     # [B, T]
-    input_ids: torch.Tensor
+    input_ids: Tensor
     # each token's next token, -100 where it is not scored [B, T]
-    targets: torch.Tensor
+    targets: Tensor
     # whether a token is no padding [B, T]
-    real: torch.Tensor
+    real: Tensor
     # whether a document begins with a token after another one of the row [B, T]
-    begins: torch.Tensor
+    begins: Tensor
     # [B, columns seen + T]; `None` without padding
-    attention_mask: torch.Tensor | None
+    attention_mask: Tensor | None
     # [B, T]; `None`: tokens are counted
-    position_ids: torch.Tensor | None
+    position_ids: Tensor | None
     # other arguments of the trunk
     options: dict
 
@@ -89,7 +90,7 @@ class Text:
         """The text of one row."""
         tensors = {}
         for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 tensors[name] = value[index : index + 1]
         return replace(self, **tensors)
 
@@ -105,7 +106,7 @@ class Text:
             inputs["position_ids"] = self.position_ids[:, start:stop]
         return inputs
 
-    def piece_ends(self, tokens: torch.Tensor, period: int) -> list[list[int]]:
+    def piece_ends(self, tokens: Tensor, period: int) -> list[list[int]]:
         """For each row the columns at which its pieces end, the call's end included.
 
         A piece ends with the `period`th token of a document, padding not counted, and where a document begins.
@@ -131,8 +132,8 @@ class Text:
 def check_learning(
     learning: LevelLearning | None,
     cache: Cache,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
     options: Mapping,
 ) -> None:
     """ValueError if levels cannot learn from a call."""
@@ -169,10 +170,10 @@ def check_learning(
 def text_of(
     model: PreTrainedModel,
     cache: HopeCache,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    labels: torch.Tensor | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    labels: Tensor | None,
     options: dict,
 ) -> Text:
     """The tokens of a call, as `read_and_learn` takes them.
@@ -275,10 +276,10 @@ def _reading_of_rows(readings: list[Reading]) -> Reading:
 def read_and_learn(
     model: PreTrainedModel,
     cache: HopeCache,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    labels: torch.Tensor | None = None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    labels: Tensor | None = None,
     keeps_hidden: bool = True,
     keeps_cache: bool = True,
     learning: LevelLearning | None = None,
@@ -369,13 +370,13 @@ class LearnsFromText:
     def _learn(
         self,
         cache: HopeCache | None,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        columns_with_logits: slice | torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        columns_with_logits: slice | Tensor | None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         use_cache: bool | None = None,
         return_dict: bool = True,
         **kwargs,
@@ -412,10 +413,10 @@ class LearnsFromText:
 
     def summed_loss(
         self,
-        hidden_states: torch.Tensor,
-        targets: torch.Tensor,
+        hidden_states: Tensor,
+        targets: Tensor,
         head_learns: bool = True,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored.
 
         Unless `head_learns`, gradients for the head are not needed.
@@ -426,7 +427,7 @@ class LearnsFromText:
 
     @takes_cache
     @torch.no_grad()
-    def level_drifts(self, cache: HopeCache) -> torch.Tensor:
+    def level_drifts(self, cache: HopeCache) -> Tensor:
         """Largest norm of what each row's levels have learned [B, L], relative to that of the matrix."""
         if cache.levels is None:
             raise ValueError("the cache holds nothing that levels have learned: read a text with learn=True first")
@@ -446,9 +447,9 @@ class LearnsFromText:
     @torch.no_grad()
     def learn(
         self,
-        text: torch.Tensor | str,
+        text: Tensor | str,
         cache: Cache | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         tokenizer=None,
         progress: bool = False,
     ) -> LearningReport:
@@ -485,7 +486,7 @@ class LearnsFromText:
 
 def learning_rate_search(
     model: PreTrainedModel,
-    texts: Iterable[torch.Tensor],
+    texts: Iterable[Tensor],
     rates: Iterable[float] = (0.0025, 0.01, 0.025, 0.1),
 ) -> LevelLearning:
     """The model's `level_learning` with that rate whose levels predict the texts best while they read them.
@@ -537,7 +538,7 @@ def learning_rate_search(
 
 
 @torch.no_grad()
-def _loss_while_learning(model: PreTrainedModel, texts: list[torch.Tensor], learning: LevelLearning) -> float:
+def _loss_while_learning(model: PreTrainedModel, texts: list[Tensor], learning: LevelLearning) -> float:
     """Summed loss in nats of texts [T], each read from its start; infinity for a number that is not finite."""
     total = 0.0
     for text in texts:
