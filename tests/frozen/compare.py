@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from itertools import chain, pairwise
 from pathlib import Path
 
 import make
@@ -81,10 +82,19 @@ def hashes(options: dict) -> dict[str, str]:
             # so that no initial 0 hides a path
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     ids = torch.randint(0, 64, (2, 203), generator=generator)
-    for dtype in (torch.float32, torch.bfloat16):
+    for precision, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         model = first.to(dtype)
-        found |= {f"{str(dtype)[6:]}: {name}": value for name, value in trained(model.train(), ids).items()}
-        found |= {f"{str(dtype)[6:]}: {name}": value for name, value in read(model.eval(), ids).items()}
+        results = trained(model.train(), ids) | read(model.eval(), ids)
+        for name, value in results.items():
+            found[f"{precision}: {name}"] = value
+    return found
+
+
+def hashes_of_all() -> dict[str, str]:
+    found = {}
+    for case, options in CASES.items():
+        for name, value in hashes(options).items():
+            found[f"{case}: {name}"] = value
     return found
 
 
@@ -111,15 +121,15 @@ def trained(model: HopeForCausalLM, ids: torch.Tensor) -> dict[str, str]:
 @torch.no_grad()
 def read(model: HopeForCausalLM, ids: torch.Tensor) -> dict[str, str]:
     """A padded prompt, tokens one by one and a second piece of text through a cache; its file; generated tokens."""
-    cache, mask = HopeCache(model.config), torch.ones(2, 90, dtype=torch.long)
+    cache = HopeCache(model.config)
+    mask = torch.ones(2, 90, dtype=torch.long)
     mask[0, :5] = 0
-    edges = [0, 43, *range(44, 51), 90]
-    logits = [
-        model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], cache=cache).logits
-        for start, end in zip(edges, edges[1:], strict=False)
-    ]
-    state = sorted(cache.state_tensors().items())
-    found = {"cached logits": digest(*logits), "state": digest(*(part for item in state for part in item))}
+    logits = []
+    for start, end in pairwise([0, 43, *range(44, 51), 90]):
+        out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], cache=cache)
+        logits.append(out.logits)
+    state = chain.from_iterable(sorted(cache.state_tensors().items()))
+    found = {"cached logits": digest(*logits), "state": digest(*state)}
     with tempfile.TemporaryDirectory() as folder:
         cache.save_pretrained(folder, model)
         with safe_open(f"{folder}/hope_cache.safetensors", "pt") as file:
@@ -157,10 +167,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if args.curves:
-        found = {name: curve(name) for name in args.curves}
-    else:
-        found = {f"{case}: {name}": value for case in CASES for name, value in hashes(CASES[case]).items()}
+    found = {name: curve(name) for name in args.curves} if args.curves else hashes_of_all()
     if args.command == "save":
         args.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
         print(f"{len(found)} values of {Path.cwd()} are in {args.file}")

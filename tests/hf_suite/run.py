@@ -31,21 +31,34 @@ PEERS = {
 
 def main(arguments: list[str]) -> int:
     """Run and compare; returns the exit status."""
-    suite = os.environ.get("HF_SUITE", "")
-    if not (Path(suite) / "tests" / "test_modeling_common.py").is_file():
-        print("error: HF_SUITE names no folder with transformers' tests/: see CONTRIBUTING.md.", file=sys.stderr)
+    suite = suite_folder("HF_SUITE", "test_modeling_common.py")
+    if suite is None:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        run_suite(Path(suite).resolve(), report, arguments)
+        run_suite(suite, report, arguments)
         outcomes = read_report(report)
-    print(f"\ntransformers {transformers.__version__}\n\n| model | passed | skipped | failed |\n|---|---|---|---|")
-    for name, results in outcomes.items():
-        count = Counter(results.values())
-        print(f"| {name} | {count['passed']} | {count['skipped']} | {count['failed']} |")
+    print_outcomes(f"transformers {transformers.__version__}", outcomes)
     faults = [fault for ours, (_, peer) in PEERS.items() for fault in compare(ours, peer, outcomes)]
     print("\n".join(["", *faults]) if faults else "\nNo test failed, and none is missing that a peer runs.")
     return 1 if faults else 0
+
+
+def suite_folder(variable: str, file: str) -> Path | None:
+    """The folder that an environment variable names; `None` and a sentence if its tests/ has no such file."""
+    folder = Path(os.environ.get(variable, ""))
+    if (folder / "tests" / file).is_file():
+        return folder.resolve()
+    print(f"error: {variable} names no folder with tests/{file}: see CONTRIBUTING.md.", file=sys.stderr)
+    return None
+
+
+def print_outcomes(title: str, outcomes: dict[str, dict[str, str]]) -> None:
+    """A table: how many tests of each model passed, were skipped and failed."""
+    print(f"\n{title}\n\n| model | passed | skipped | failed |\n|---|---|---|---|")
+    for name, results in outcomes.items():
+        count = Counter(results.values())
+        print(f"| {name} | {count['passed']} | {count['skipped']} | {count['failed']} |")
 
 
 def run_suite(suite: Path, report: Path, arguments: list[str]) -> None:

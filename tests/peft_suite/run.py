@@ -5,10 +5,8 @@ Further arguments go to pytest. Exit status 1 if a test fails that Mamba-2 passe
 """
 
 import json
-import os
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import peft
@@ -20,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hope_hf import HopeConfig, HopeForCausalLM  # noqa: E402
-from tests.hf_suite.run import read_report, run_pytest  # noqa: E402
+from tests.hf_suite.run import print_outcomes, read_report, run_pytest, suite_folder  # noqa: E402
 
 # Names of models and data on the Hub that single tests load: all are replaced by our tiny ones.
 HUB_MODELS = [
@@ -57,20 +55,16 @@ def tiny_models() -> dict[str, PreTrainedModel]:
 
 def main(arguments: list[str]) -> int:
     """Run and compare; returns the exit status."""
-    suite = os.environ.get("PEFT_SUITE", "")
-    if not (Path(suite) / "tests" / "test_decoder_models.py").is_file():
-        print("error: PEFT_SUITE names no folder with PEFT's tests/: see CONTRIBUTING.md.", file=sys.stderr)
+    suite = suite_folder("PEFT_SUITE", "test_decoder_models.py")
+    if suite is None:
         return 2
     outcomes = {}
     for name, model in tiny_models().items():
         print(f"\n{name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             write_workplace(Path(folder), model)
-            outcomes[name] = run_suite(Path(suite).resolve(), Path(folder), arguments)
-    print(f"\nPEFT {peft.__version__}\n\n| model | passed | skipped | failed |\n|---|---|---|---|")
-    for name, results in outcomes.items():
-        count = Counter(results.values())
-        print(f"| {name} | {count['passed']} | {count['skipped']} | {count['failed']} |")
+            outcomes[name] = run_suite(suite, Path(folder), arguments)
+    print_outcomes(f"PEFT {peft.__version__}", outcomes)
     theirs = outcomes.pop(PEER)
     faults = [fault for name, results in outcomes.items() for fault in compare(name, results, theirs)]
     print("\n".join(["", *faults]) if faults else f"\nNo test fails that {PEER} passes, of HOPE prefix tuning apart.")
