@@ -5,6 +5,7 @@ normalisation of queries and keys, which the paper has not, come first. Memories
 """
 
 import torch
+import torch.nn.functional as F
 
 from hope_hf.reference import self_modifying_titans
 
@@ -27,74 +28,71 @@ def rotated(x, angles):
 def convolved(x, weight):
     """Each channel of a text [T, C] with its own taps [C, 1, K], the last of which is the token's own."""
     width = weight.shape[-1]
-    rows = [
-        sum(weight[:, 0, width - 1 - back] * x[t - back] for back in range(min(width, t + 1))) for t in range(len(x))
-    ]
-    return torch.stack(rows)
+    out = torch.zeros_like(x)
+    for back in range(min(width, len(x))):
+        tap = weight[:, 0, width - 1 - back]
+        out = out + tap * F.pad(x[: len(x) - back], (0, 0, back, 0))
+    return out
 
 
 def normed(x, weight, epsilon):
     return weight * x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
 
-def chosen_blocks(importance: list[float], sizes) -> list[int]:
+def chosen_blocks(importance: list[float], top_k: int) -> list[int]:
     """Blocks of the query whose own block is the last: itself, the first, the one before, then the most important."""
     own = len(importance) - 1
-    order = list(dict.fromkeys([own, 0, max(own - 1, 0), *sorted(range(own), key=lambda i: -importance[i])]))
-    return order[: sizes.top_k]
+    by_importance = sorted(range(own), key=lambda block: -importance[block])
+    order = dict.fromkeys([own, 0, max(own - 1, 0), *by_importance])
+    return list(order)[:top_k]
+
+
+def compressed(x, weight):
+    """Of the slots of a head [T, D], each whole stride as a sum weighted by [stride, D]."""
+    stride = len(weight)
+    starts = range(0, len(x) + 1 - stride, stride)
+    if not starts:
+        return x[:0]
+    return torch.stack([(weight * x[start : start + stride]).sum(0) for start in starts])
 
 
 def dense_sparse(mixer, hidden_states, angles):
-    """The output [T, hidden_size] of a `HopeSparseAttention` for one document [T, hidden_size], and blocks read."""
+    """The output [T, hidden_size] of a `HopeSparseAttention` for one document [T, hidden_size]."""
     config, sizes = mixer.config, mixer.sizes
-    width, stride, block = config.head_dim, sizes.stride, sizes.block
-    maps = ((mixer.q_proj, mixer.q_conv1d), (mixer.k_proj, mixer.k_conv1d), (mixer.v_proj, mixer.v_conv1d))
-    query, key, value = (
-        convolved(projection(hidden_states), convolution.weight).unflatten(-1, (-1, width))
-        for projection, convolution in maps
-    )
-    query, key = (
-        rotated(normed(x, norm.weight, config.rms_norm_eps), angles)
-        for x, norm in ((query, mixer.q_norm), (key, mixer.k_norm))
-    )
+    heads = []
+    for name in ("q", "k", "v"):
+        projection, convolution = getattr(mixer, f"{name}_proj"), getattr(mixer, f"{name}_conv1d")
+        mapped = convolved(projection(hidden_states), convolution.weight)
+        heads.append(mapped.unflatten(-1, (-1, config.head_dim)))
+    query, key, value = heads
+    query = rotated(normed(query, mixer.q_norm.weight, config.rms_norm_eps), angles)
+    key = rotated(normed(key, mixer.k_norm.weight, config.rms_norm_eps), angles)
     gates = mixer.branch_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
-    heads, shared = query.shape[1], key.shape[1]
-    group = heads // shared
-    outputs, read = [], []
+    group = query.shape[1] // key.shape[1]
+    outputs = []
     for t in range(len(hidden_states)):
         reads = []
-        for h in range(shared):
-            whole = range(0, t + 2 - stride, stride)
-            small_keys, small_values = (
-                torch.stack([(compress.weight[h] * x[i : i + stride, h]).sum(0) for i in whole] or [x[:0, h].sum(0)])[
-                    : len(whole)
-                ]
-                for compress, x in ((mixer.k_compress, key), (mixer.v_compress, value))
-            )
-            members = range(h * group, (h + 1) * group)
-            compressed = [softmax_read(query[t, m], small_keys, small_values) for m in members]
-            importance = [0.0] * (t // block + 1)
-            for _, attention in compressed:
-                for z, weight in enumerate(attention.tolist()):
-                    importance[z * stride // block] += weight
-            blocks = chosen_blocks(importance, sizes)
-            slots = [i for y in blocks for i in range(y * block, (y + 1) * block) if i <= t]
-            near = range(max(0, t - sizes.window + 1), t + 1)
-            for m, (first, _) in zip(members, compressed, strict=True):
-                second = softmax_read(query[t, m], key[slots, h], value[slots, h])[0]
-                third = softmax_read(query[t, m], key[near.start : near.stop, h], value[near.start : near.stop, h])[0]
-                reads.append(gates[t, m] @ torch.stack([first, second, third]))
-            read.append(set(blocks))
-        outputs.append(torch.cat(reads))
-    return mixer.o_proj(torch.stack(outputs)), read
-
-
-def turned(x, distances, theta=10000.0):
-    """Heads [D] turned by each of the distances [N], in tokens: [N, D]."""
-    frequencies = theta ** -(torch.arange(0, len(x), 2, dtype=x.dtype) / len(x))
-    angles = (distances[:, None] * frequencies).repeat(1, 2)
-    low, high = x.chunk(2, dim=-1)
-    return x * angles.cos() + torch.cat([-high, low], dim=-1) * angles.sin()
+        near = slice(max(0, t - sizes.window + 1), t + 1)
+        for h in range(key.shape[1]):
+            keys, values = key[: t + 1, h], value[: t + 1, h]
+            small_keys = compressed(keys, mixer.k_compress.weight[h])
+            small_values = compressed(values, mixer.v_compress.weight[h])
+            queries = query[t, h * group : (h + 1) * group]
+            importance = [0.0] * (t // sizes.block + 1)
+            coarse_reads = []
+            for one in queries:
+                coarse, attention = softmax_read(one, small_keys, small_values)
+                coarse_reads.append(coarse)
+                for slot, weight in enumerate(attention.tolist()):
+                    importance[slot * sizes.stride // sizes.block] += weight
+            blocks = chosen_blocks(importance, sizes.top_k)
+            slots = [slot for slot in range(t + 1) if slot // sizes.block in blocks]
+            for one, coarse in zip(queries, coarse_reads, strict=True):
+                selected, _ = softmax_read(one, keys[slots], values[slots])
+                windowed, _ = softmax_read(one, keys[near], values[near])
+                reads.append(torch.stack([coarse, selected, windowed]))
+        outputs.append((gates[t, :, None] @ torch.stack(reads)).flatten())
+    return mixer.o_proj(torch.stack(outputs))
 
 
 def windowed(mixer, hidden_states):
@@ -102,24 +100,24 @@ def windowed(mixer, hidden_states):
     config = mixer.config
     is_whole = config.layer_types[mixer.layer_idx] == "full_attention"
     window, sinks = (len(hidden_states), 0) if is_whole else (config.sliding_window, config.attention_sinks)
-    queries, keys, values = (
-        projection(hidden_states).unflatten(-1, (-1, mixer.head_dim))
-        for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    )
+    width = mixer.head_dim
+    queries = mixer.q_proj(hidden_states).unflatten(-1, (-1, width))
+    keys = mixer.k_proj(hidden_states).unflatten(-1, (-1, width))
+    values = mixer.v_proj(hidden_states).unflatten(-1, (-1, width))
     if mixer.q_norm is not None:
         queries, keys = mixer.q_norm(queries), mixer.k_norm(keys)
     group = queries.shape[1] // keys.shape[1]
     outputs = []
-    for at in range(len(hidden_states)):
-        seen = [j for j in range(at + 1) if at - j < window or j < sinks]
+    for t in range(len(hidden_states)):
+        slots = [slot for slot in range(t + 1) if t - slot < window or slot < sinks]
         # a sink outside of the window stays where it was when the window was first full
-        distances = torch.tensor([at - j if at - j < window else min(at, sinks + window - 1) - j for j in seen])
-        reads = []
-        for head, query in enumerate(queries[at]):
-            scores = (turned(query, distances) * keys[seen, head // group]).sum(-1)
-            reads.append((scores / mixer.head_dim**0.5).softmax(0) @ values[seen, head // group])
-        outputs.append(torch.cat(reads))
-    return mixer.o_proj(torch.stack(outputs))
+        distances = [t - slot if t - slot < window else min(t, sinks + window - 1) - slot for slot in slots]
+        turns = angles(torch.tensor([distances]), width)
+        for head, query in enumerate(queries[t]):
+            turned = rotated(query.expand(len(slots), 1, width), turns)[:, 0]
+            scores = (turned * keys[slots, head // group]).sum(-1)
+            outputs.append((scores / width**0.5).softmax(0) @ values[slots, head // group])
+    return mixer.o_proj(torch.stack(outputs).view(len(hidden_states), -1))
 
 
 def angles(positions, width, theta=10000.0):
@@ -136,7 +134,7 @@ def defined(mixer, hidden_states):
         return self_modifying_titans(mixer, hidden_states)
     if kind == "sparse_attention":
         turns = angles(torch.arange(hidden_states.shape[1])[None], mixer.config.head_dim)
-        return torch.stack([dense_sparse(mixer, row, turns)[0] for row in hidden_states])
+        return torch.stack([dense_sparse(mixer, row, turns) for row in hidden_states])
     return torch.stack([windowed(mixer, row) for row in hidden_states])
 
 
@@ -152,10 +150,10 @@ def assert_as_defined(model, ids):
     for mixer, (hidden_states, output) in read.items():
         expected = defined(mixer, hidden_states)
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-10)
-        weights, leaves = torch.randn_like(output), [hidden_states, *mixer.parameters()]
-        options = dict(allow_unused=True, retain_graph=True)
-        pairs = (torch.autograd.grad((out * weights).sum(), leaves, **options) for out in (output, expected))
-        for leaf, found, wanted in zip(leaves, *pairs, strict=True):
-            # a frozen memory's gates have no gradient in one of the two forms and zeros in the other
-            found, wanted = (torch.zeros_like(leaf) if part is None else part for part in (found, wanted))
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        weights = torch.randn_like(output)
+        leaves = [hidden_states, *mixer.parameters()]
+        # a frozen memory's gates have no gradient in one of the two forms and zeros in the other
+        options = dict(materialize_grads=True, allow_unused=True, retain_graph=True)
+        found = torch.autograd.grad((output * weights).sum(), leaves, **options)
+        wanted = torch.autograd.grad((expected * weights).sum(), leaves, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)

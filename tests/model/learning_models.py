@@ -1,11 +1,8 @@
 """Tiny models whose levels learn much from a text, and texts for them."""
 
 import torch
-from mixers import ATTENTION, HYBRID, MIXED, WINDOW
 
 TEACHES = dict(periods=[8], rate=0.3, drift=2.0, gate=False, brake=0.0)
-STATES = {"memory": {}, "attention": ATTENTION, "mixed": MIXED}
-LAYERS = {"memory": {}, "hybrid": HYBRID, "attention": ATTENTION, "window": WINDOW}
 ALL = ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -15,8 +12,3 @@ def one_level(tiny_model, dtype=torch.float64, learning=TEACHES, **options):
     if "layer_types" in options:
         options["layer_types"] = (options["layer_types"] * 2)[: options["num_hidden_layers"]]
     return tiny_model(dtype, level_learning=learning, **options)
-
-
-def random_ids(*shape, seed=1):
-    """Tokens without 0, which is padding."""
-    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))

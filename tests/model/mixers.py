@@ -11,18 +11,19 @@ MEMORIES = {
     "paper-2": dict(memory_rule="paper", memory_depth=2),
 }
 HYBRID = dict(layer_types=["hope_memory", "full_attention"], memory_projections=["k", "v"])
-QWEN = dict(layer_types=["full_attention"] * 2, attention_bias=True, use_qk_norm=True, mlp_bias=True)
 ATTENTION = dict(layer_types=["full_attention", "full_attention"])
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=8)
 SPARSE = dict(layer_types=["sparse_attention", "sparse_attention"]) | SIZES
-SPARSE_HYBRID = dict(layer_types=["hope_memory", "sparse_attention"]) | SIZES
 WINDOW = dict(layer_types=["window_attention", "window_attention"], sliding_window=6, attention_sinks=2)
-WINDOW_HYBRID = WINDOW | dict(layer_types=["hope_memory", "window_attention"])
 # Memories, whose states have one size; keys and values, which grow; and all kinds of layers in one model.
-MIXED = WINDOW | SIZES | dict(
-    layer_types=["hope_memory", "window_attention", "sparse_attention", "full_attention"],
-    memory_projections=["k", "v"],
-    num_hidden_layers=4,
+MIXED = (
+    WINDOW
+    | SIZES
+    | dict(
+        layer_types=["hope_memory", "window_attention", "sparse_attention", "full_attention"],
+        memory_projections=["k", "v"],
+        num_hidden_layers=4,
+    )
 )
 STATES = {"memory": {}, "attention": ATTENTION, "mixed": MIXED}
 
@@ -37,3 +38,8 @@ class LargestTensor(TorchDispatchMode):
         parts = out if isinstance(out, (tuple, list)) else [out]
         self.size = max([self.size, *(part.numel() for part in parts if isinstance(part, torch.Tensor))])
         return out
+
+
+def random_ids(*shape, seed=1):
+    """Tokens without 0, which is padding."""
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -97,42 +98,46 @@ def uniform(way):
         yield row, slice(0, LENGTH), logits[row]
 
 
-def padded(way):
-    """In front, and in the midst of a text; the second call goes on with rows of unequal age."""
-    documents, columns = (0, 2, 3), (torch.arange(LENGTH), torch.arange(7, LENGTH), torch.tensor([3, 4, 9, 17, 22]))
-    ids, mask = torch.zeros(2, 3, LENGTH, dtype=torch.long)
-    for row, (document, real) in enumerate(zip(documents, columns, strict=True)):
-        ids[row, real], mask[row, real] = DOCUMENTS[document], 1
+def row_of(document, columns, length):
+    """A document's tokens in these columns of a row, and the row's mask."""
+    row, mask = torch.zeros(2, length, dtype=torch.long)
+    row[columns], mask[columns] = DOCUMENTS[document][: len(columns)], 1
+    return row, mask
+
+
+def in_calls(way, memory, ids, mask, cuts):
+    """Logits of rows with padding that are read in calls, which end at `cuts`."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    memory, parts = way.new_cache(), []
-    for start, stop in ((0, 16), (16, 21), (21, LENGTH)):
+    parts = []
+    for start, stop in pairwise((0, *cuts)):
         call = dict(attention_mask=mask[:, :stop], position_ids=positions[:, start:stop])
         parts.append(way.read(ids[:, start:stop], memory, **call))
-    logits = torch.cat(parts, dim=1)
-    for row, (document, real) in enumerate(zip(documents, columns, strict=True)):
-        yield document, slice(0, len(real)), logits[row, real]
+    return torch.cat(parts, dim=1)
+
+
+def padded(way):
+    """In front, and in the midst of a text; a row is padding alone in the first call, and ages are unequal then."""
+    columns_of = {0: torch.arange(LENGTH), 2: torch.arange(7, LENGTH), 3: torch.tensor([3, 4, 9, 17, 22])}
+    rows = [row_of(document, columns, LENGTH) for document, columns in columns_of.items()]
+    ids, mask = map(torch.stack, zip(*rows, strict=True))
+    logits = in_calls(way, way.new_cache(), ids, mask, (6, 16, 21, LENGTH))
+    for row, (document, columns) in enumerate(columns_of.items()):
+        yield document, slice(0, len(columns)), logits[row, columns]
 
 
 def padding_last(way):
     """A short row's next tokens come after calls in which it was padding alone, as all rows are in the last."""
-    lengths, longest, more = (12, 3, 1), 14, 4
-    documents = (0, 2, 3)
-    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    first = torch.stack([F.pad(DOCUMENTS[document][:longest], (0, LENGTH))[:longest] for document in documents])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    memory, parts = way.new_cache(), []
-    for start, stop in ((0, 4), (4, 12), (12, longest)):
-        call = dict(attention_mask=mask[:, :stop], position_ids=positions[:, start:stop])
-        parts.append(way.read(first[:, start:stop], memory, **call))
-    follow = torch.stack([
-        DOCUMENTS[document][length : length + more] for document, length in zip(documents, lengths, strict=True)
-    ])  # fmt: skip
-    call = dict(attention_mask=F.pad(mask, (0, more), value=1))
-    call |= dict(position_ids=torch.tensor(lengths)[:, None] + torch.arange(more))
-    logits, later = torch.cat(parts, dim=1), way.read(follow, memory, **call)
-    for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+    lengths = {0: 12, 2: 3, 3: 1}
+    longest, more = 14, 4
+    rows = []
+    for document, length in lengths.items():
+        columns = torch.cat([torch.arange(length), torch.arange(longest, longest + more)])
+        rows.append(row_of(document, columns, longest + more))
+    ids, mask = map(torch.stack, zip(*rows, strict=True))
+    logits = in_calls(way, way.new_cache(), ids, mask, (4, 12, longest, longest + more))
+    for row, (document, length) in enumerate(lengths.items()):
         yield document, slice(0, length), logits[row, :length]
-        yield document, slice(length, length + more), later[row]
+        yield document, slice(length, length + more), logits[row, longest:]
 
 
 PACKED = torch.stack([TEXTS[0], torch.cat([DOCUMENTS[3], DOCUMENTS[2], DOCUMENTS[4]])])
@@ -184,16 +189,18 @@ def forks(way):
 
 def ages(way):
     """Caches of unequal age are joined, read on as one batch, and go apart again."""
-    begun, documents = (9, 4, 15), (0, 3, 2)
-    caches = [way.new_cache() for _ in documents]
-    for cache_of_one, document, length in zip(caches, documents, begun, strict=True):
+    lengths = {0: 9, 3: 4, 2: 15}
+    caches, follow = [], []
+    for document, length in lengths.items():
+        cache_of_one = way.new_cache()
         way.read(DOCUMENTS[document][None, :length], cache_of_one)
+        caches.append(cache_of_one)
+        follow.append(DOCUMENTS[document][length : length + 1])
     batch, mask = HopeCache.joined(caches)
-    follow = torch.stack([DOCUMENTS[d][length : length + 1] for d, length in zip(documents, begun, strict=True)])
     mask = F.pad(mask, (0, 1), value=1)
-    logits = way.read(follow, batch, attention_mask=mask)
+    logits = way.read(torch.stack(follow), batch, attention_mask=mask)
     parts = batch.split(mask)
-    for row, (document, length) in enumerate(zip(documents, begun, strict=True)):
+    for row, (document, length) in enumerate(lengths.items()):
         yield document, slice(length, length + 1), logits[row]
         rest = DOCUMENTS[document][None, length + 1 :]
         if rest.numel():
@@ -227,9 +234,10 @@ def check(way, kind, situation):
             ours = ours + (logits * WEIGHTS[document][part]).sum()
             theirs = theirs + (wanted * WEIGHTS[document][part]).sum()
     if ours.requires_grad:
-        found = torch.autograd.grad(ours, list(way.model.parameters()), allow_unused=True)
-        needed = torch.autograd.grad(theirs, parameters, allow_unused=True, retain_graph=True)
-        for (name, parameter), *both in zip(way.model.named_parameters(), found, needed, strict=True):
-            pairs[name] = [torch.zeros_like(parameter) if part is None else part for part in both]
+        options = dict(materialize_grads=True, allow_unused=True)
+        found = torch.autograd.grad(ours, list(way.model.parameters()), **options)
+        needed = torch.autograd.grad(theirs, parameters, retain_graph=True, **options)
+        for (name, _), *gradients in zip(way.model.named_parameters(), found, needed, strict=True):
+            pairs[name] = gradients
     for name, (one, other) in pairs.items():
         way.compare(one.double().cpu(), other, name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mixers import MIXED
 
-from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf import HopeForCausalLM
 from hope_hf.model import kernels_fla, loss, memory_mixer, sparse_attention
 from hope_hf.model.backends import FAST, Kernel, choose
 from hope_hf.model.kernels_fla import selection_obstacle
@@ -111,31 +111,15 @@ def test_a_compiler_that_makes_wrong_gradients(monkeypatch, capability, triton, 
     kernels_fla._defect.cache_clear()
 
 
-def test_every_config_has_kernels_or_a_reason():
-    """The default configuration is the one that kernels compute."""
-    config = HopeConfig()
-    assert config.memory_rule == "delta" and not config.memory_projections
-
-
 def test_the_plain_path_takes_no_other(monkeypatch, tiny_model):
     """`test_equivalence.py` compares what they compute."""
     monkeypatch.setenv("HOPE_KERNELS", "plain")
     for name in [*FAST]:
-        if name not in ("forget_text", "token"):
+        # levels of a block were once read the fast way
+        if name != "forget_text":
             monkeypatch.setitem(FAST, name, lambda *_, name=name, **options: pytest.fail(f"{name} was called"))
     for module, name in ((memory_mixer, "choose"), (sparse_attention, "choose"), (loss, "linear_cross_entropy")):
         monkeypatch.delattr(module, name)
     model, ids = tiny_model(**MIXED), torch.arange(37)[None]
     model(ids, labels=ids, use_cache=False, skip_logits=True).loss.backward()
     model.generate(ids, max_new_tokens=3, do_sample=False)
-
-
-def test_plain_kernels_take_no_fast_path_for_a_token(monkeypatch, tiny_model):
-    """Levels of a block were once read the fast way."""
-
-    def refuse(*_):
-        raise AssertionError("a fast path ran")
-
-    monkeypatch.setitem(FAST, "token", refuse)
-    monkeypatch.setenv("HOPE_KERNELS", "plain")
-    tiny_model().generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)

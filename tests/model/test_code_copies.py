@@ -1,6 +1,5 @@
 """Models of several copies of the code in one process, as `trust_remote_code` makes them."""
 
-import copy
 import importlib
 import shutil
 import sys
@@ -37,9 +36,6 @@ def test_models_of_two_copies_of_the_code_work_side_by_side(tiny_model, code_cop
     ids = torch.randint(64, (2, 14), generator=torch.Generator().manual_seed(1))
     options = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
     expected = ours.generate(ids, use_cache=False, **options)
-    for model in (ours, theirs, ours):
-        for implementation in ("dynamic", "static"):
-            assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), expected)
     makers = [
         lambda model: HopeCache(model.config),
         lambda model: importlib.import_module("code_copy.cache_hope").HopeCache(model.config),
@@ -69,14 +65,6 @@ def test_a_copy_takes_fast_paths_where_its_code_is_the_packages(tiny_model, code
     assert copied.FAST == {}
 
 
-def test_a_copy_works_without_the_package(code_copy, monkeypatch):
-    copied = importlib.import_module("code_copy.backends")
-    copied.FAST.clear()
-    monkeypatch.setitem(sys.modules, "hope_hf.fast", None)
-    copied.borrow_fast_paths()
-    assert copied.FAST == {}
-
-
 def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_path):
     """From a local folder, `trust_remote_code` loads configuration and model as two copies."""
     shutil.copytree(Path(hope_hf.__file__).parent / "model", tmp_path / "configuration_copy")
@@ -87,19 +75,15 @@ def test_heads_take_a_configuration_of_another_copy(tiny_config, code_copy, tmp_
         assert type(model.model) is code_copy.HopeModel
 
 
-def test_a_cache_of_either_copy_does_all_that_a_cache_does(tiny_model, code_copy, tmp_path):
+def test_a_file_of_either_copy_is_read_by_the_other(tiny_model, code_copy, tmp_path):
     model = tiny_model()
     ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
-    for kind in (HopeCache, importlib.import_module("code_copy.cache_hope").HopeCache):
-        cache = kind(model.config)
-        model(ids, cache=cache)
-        assert len(cache.detach_().memory_layers) == 2
-        before = cache.snapshot()
-        cache.save_pretrained(tmp_path, model)
-        for other in (HopeCache, importlib.import_module("code_copy.cache_hope").HopeCache):
-            held = other.from_pretrained(tmp_path, model).to("cpu").state_tensors()
-            assert all(torch.equal(tensor, held[name]) for name, tensor in cache.state_tensors().items())
+    kinds = HopeCache, importlib.import_module("code_copy.cache_hope").HopeCache
+    for writer in kinds:
+        cache = writer(model.config)
         with torch.no_grad():
-            expected = model(ids, cache=copy.deepcopy(cache)).logits
             model(ids, cache=cache)
-            assert torch.equal(model(ids, cache=cache.rollback(before)).logits, expected)
+        cache.save_pretrained(tmp_path, model)
+        for reader in kinds:
+            loaded = reader.from_pretrained(tmp_path, model)
+            torch.testing.assert_close(loaded.state_tensors(), cache.state_tensors(), rtol=0, atol=0)

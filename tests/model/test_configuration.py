@@ -20,6 +20,11 @@ def build_on_meta(config):
         return HopeForCausalLM(config)
 
 
+def matrices_of(module):
+    """The number of weights in matrices."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 2)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_of_its_name(name):
     model = build_on_meta(HopeConfig.from_preset(name))
@@ -31,33 +36,20 @@ def test_a_preset_has_the_parameters_of_its_name(name):
 
 @pytest.mark.parametrize("kind, wider, squares", [("hope_memory", 2, 2), ("full_attention", 1, 8)])
 def test_every_width_divisible_by_64_is_a_model(kind, wider, squares):
-    for width in (64, 192, 320, 832, 1536):
-        config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=2, layer_types=[kind] * 2)
-        for block in build_on_meta(config).model.layers:
-            matrices = sum(p.numel() for p in block.continuum.parameters() if p.ndim == 2)
-            # one level, rounded to the nearest 8 of its width, with three matrices
-            assert matrices == pytest.approx(squares * width**2, abs=4 * 3 * width)
-            assert block.mixer.o_proj.weight.shape == (width, wider * width)
-
-
-def test_mixers_may_have_other_widths_than_the_stream():
-    model = HopeForCausalLM(HopeConfig(vocab_size=100, hidden_size=36, num_hidden_layers=2, head_dim=8,
-                                       layer_types=["hope_memory", "full_attention"], num_memory_heads=3,
-                                       num_attention_heads=2))  # fmt: skip
-    shapes = [tuple(layer.mixer.o_proj.weight.shape) for layer in model.model.layers]
-    assert shapes == [(36, 24), (36, 16)]
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
+    for width in (64, 832):
+        config = HopeConfig(vocab_size=100, hidden_size=width, num_hidden_layers=1, layer_types=[kind])
+        (block,) = build_on_meta(config).model.layers
+        # one level, rounded to the nearest 8 of its width, with three matrices
+        assert matrices_of(block.continuum) == pytest.approx(squares * width**2, abs=4 * 3 * width)
+        assert block.mixer.o_proj.weight.shape == (width, wider * width)
 
 
 def test_levels_share_the_parameters_of_one_mlp_and_a_clock():
     for periods in ([10], [10] * 4):
         config = HopeConfig(vocab_size=100, hidden_size=768, num_hidden_layers=1, level_periods=periods)
-        continuum = build_on_meta(config).model.layers[0].continuum
-        assert sum(p.numel() for p in continuum.parameters() if p.ndim == 2) == pytest.approx(2 * 768**2, rel=0.02)
-    config = HopeConfig(**SMALL, level_intermediate_sizes=[8, 16, 24])
-    assert config.level_periods == [1, 1, 1]
-    levels = build_on_meta(config).model.layers[0].continuum.levels
-    assert [level.up_proj.out_features for level in levels] == [8, 16, 24]
+        (block,) = build_on_meta(config).model.layers
+        assert matrices_of(block.continuum) == pytest.approx(2 * 768**2, rel=0.02)
+    assert HopeConfig(**SMALL, level_intermediate_sizes=[8, 16, 24]).level_periods == [1, 1, 1]
 
 
 @pytest.mark.parametrize("config", [HopeConfig(**SMALL), *map(HopeConfig.from_preset, PRESETS)])
@@ -73,30 +65,30 @@ ERASES = dict(memory_erase_bias=[0.0, 0.0])
 REFUSED = [
     ({}, "memory_chunk_size", [0, "4", 2.5]),
     ({}, "vocab_size", [0]),
-    ({}, "hidden_size", [0, -64, 100]),
+    ({}, "hidden_size", [0, 100]),
     ({"layer_types": ["hope_memory"]}, "num_hidden_layers", [0, 2]),
     ({}, "head_dim", [0, 48]),
-    ({}, "num_memory_heads", [0, -1]),
+    ({}, "num_memory_heads", [0]),
     ({}, "conv_kernel_size", [0]),
     ({}, "recompute_chunks", [-1]),
     ({}, "projection_memory_rate", [-0.1]),
     ({}, "memory_learning_rate_max", [-0.1, 2, float("nan")]),
-    ({}, "memory_learning_rate_bias", [[], [1.0], [0.0, 1.0, 2.0], 1.0]),
-    ({}, "memory_erase_bias", [[], [1.0], 1.0]),
-    ({}, "memory_depth", [0, 2, 3, "2"]),
+    ({}, "memory_learning_rate_bias", [[1.0], 1.0]),
+    ({}, "memory_erase_bias", [[1.0]]),
+    ({}, "memory_depth", [2, 3]),
     ({}, "retention_bias", [[1.0], ["1", "8"]]),
-    ({}, "memory_projections", [["q"], ["v", "k"], ["k", "k"], "kv", True]),
-    ({}, "memory_rule", ["gated", None]),
-    ({}, "layer_types", [["mamba"], ["hope_memory"] * 2, [], "full_attention", [1], ["window_attention"]]),
-    ({}, "hidden_act", ["swish1", "", None]),
-    ({}, "level_variant", ["nested", "parallel"]),
-    ({}, "level_periods", [[], [0, 1, 2], [4, 2, 8], [1.5, 2, 3], 4]),
-    ({}, "level_intermediate_sizes", [[], [0, 8, 8], [8, 8, -8], "8,8,8", [[8], [8], [8]]]),
-    ({"level_intermediate_sizes": [8, 8, 8]}, "level_periods", [[1, 2], [1, 2, 4, 8]]),
+    ({}, "memory_projections", [["q"], ["v", "k"], "kv"]),
+    ({}, "memory_rule", ["gated"]),
+    ({}, "layer_types", [["mamba"], ["hope_memory"] * 2, "full_attention", ["window_attention"]]),
+    ({}, "hidden_act", ["swish1"]),
+    ({}, "level_variant", ["nested"]),
+    ({}, "level_periods", [[], [0, 1, 2], [4, 2, 8]]),
+    ({}, "level_intermediate_sizes", [[], [8, 8, -8], "8,8,8"]),
+    ({"level_intermediate_sizes": [8, 8, 8]}, "level_periods", [[1, 2]]),
     (ERASES, "memory_value_gate", [False]),
     (ERASES, "memory_projections", [["k"]]),
     (ERASES, "memory_rule", ["paper"]),
-    (ATTENTION, "num_attention_heads", [0, -1]),
+    (ATTENTION, "num_attention_heads", [0]),
     (ATTENTION, "num_key_value_heads", [0, 4]),
     (ATTENTION, "hidden_size", [100]),
     (WINDOW | dict(num_hidden_layers=2), "sliding_window", [None, 0]),
@@ -109,15 +101,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("other, field, values", REFUSED, ids=[f"{field}-{[*other]}" for other, field, _ in REFUSED])
-def test_a_bad_value_is_refused_by_the_name_of_its_field(other, field, values):
-    for value in values:
-        # transformers wraps what a validator raises: the cause is the sentence
-        with pytest.raises(StrictDataclassError) as refusal:
-            HopeConfig(**SMALL | other | {field: value})
-        sentence = str(refusal.value.__cause__)
-        assert isinstance(refusal.value.__cause__, (ValueError, TypeError))
-        assert field in sentence and "\n" not in sentence
+def test_a_bad_value_is_refused_by_the_name_of_its_field():
+    for other, field, values in REFUSED:
+        for value in values:
+            # transformers wraps what a validator raises: the cause is the sentence
+            with pytest.raises(StrictDataclassError) as refusal:
+                HopeConfig(**SMALL | other | {field: value})
+            assert field in str(refusal.value.__cause__), (field, value)
 
 
 def test_heads_of_layers_that_are_not_there_may_be_anything():
@@ -144,16 +134,11 @@ def rewritten(folder, config, **fields):
 
 
 def test_options_of_the_papers_rule_are_read_where_they_are_as_they_are_now(tmp_path):
-    """Checkpoints of before hold a field `paper_rule`: null, or all options."""
-    rule = dict(
-        depth=2, erase="output", hidden_norm="unit", inner_rate=0.1, error_clip=2.0, target_norm=True,
-        read_mode="inclusive", decay_to="initial",
-    )  # fmt: skip
+    """Checkpoints of before hold a field `paper_rule`: null, or options."""
     config = HopeConfig(**SMALL, memory_rule="paper")
     assert not hasattr(rewritten(tmp_path, config, paper_rule=None), "paper_rule")
-    for options in (rule, {"depth": 2}):
-        assert rewritten(tmp_path, config, paper_rule=options).memory_depth == 2
-    for other in (rule | {"erase": "both"}, {"depths": 2}, "literal"):
+    assert rewritten(tmp_path, config, paper_rule={"depth": 2, "erase": "output"}).memory_depth == 2
+    for other in ({"erase": "both"}, {"depths": 2}, "literal"):
         with pytest.raises(ValueError, match="'paper_rule'"):
             rewritten(tmp_path, config, paper_rule=other)
 
@@ -170,10 +155,10 @@ def test_kinds_of_layers_are_saved_where_transformers_does_not_check_them(tmp_pa
     assert rewritten(tmp_path, config, layer_types=kinds[::-1]).layer_types == kinds[::-1]
 
 
-@pytest.mark.parametrize("field, value", [("memory_sigma", "silu"), ("mixer", "attention"), ("adaptive_k", True)])
-def test_a_field_of_another_version_is_refused_when_a_configuration_is_read(tmp_path, field, value):
-    with pytest.raises(ValueError, match=f"'{field}'"):
-        rewritten(tmp_path, HopeConfig(**SMALL), **{field: value, "some_tool": 1})
+def test_a_field_of_another_version_is_refused_when_a_configuration_is_read(tmp_path):
+    for field in ("memory_sigma", "mixer", "adaptive_k"):
+        with pytest.raises(ValueError, match=f"'{field}'"):
+            rewritten(tmp_path, HopeConfig(**SMALL), **{field: "silu", "some_tool": 1})
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
@@ -186,21 +171,18 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 def test_a_preset_takes_overrides_and_stays_as_it_is():
-    before = json.dumps(PRESETS)
     config = HopeConfig.from_preset("tiny", vocab_size=77, memory_chunk_size=5)
-    config.level_periods.append(1)
     assert (config.vocab_size, config.memory_chunk_size, config.hidden_size) == (77, 5, 256)
-    assert json.dumps(PRESETS) == before
+    config.level_periods.append(1)
+    assert HopeConfig.from_preset("tiny").level_periods != config.level_periods
 
 
 @pytest.mark.parametrize(
     "options",
     [
         dict(level_periods=[3, 70], level_intermediate_sizes=[16, 24], memory_projections=[]),
-        dict(memory_rule="paper", memory_depth=2),
         dict(memory_learning_rate_bias=[-1.0, 2], retention_bias=[0, 3.5], memory_projections=["v"]),
         dict(layer_types=["full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-        dict(memory_erase_bias=[-16, 8.5]),
         dict(eos_token_id=[3, 4], pad_token_id=0, tie_word_embeddings=True, memory_learning_rate_max=0),
     ],
     ids=str,
@@ -210,8 +192,7 @@ def test_json_gives_the_same_configuration_back(tmp_path, options):
     config.save_pretrained(tmp_path)
     for loaded in (HopeConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
         assert type(loaded) is HopeConfig
-        ours, theirs = ({**each.to_dict(), "_name_or_path": ""} for each in (config, loaded))
-        assert theirs == ours
+        assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()
         assert {field: getattr(loaded, field) for field in options} == options
 
 

@@ -1,14 +1,8 @@
-"""Outer gradients reach every parameter; a norm whose backward pass is written by hand; no gradients of gradients."""
-
-from functools import partial
+"""Outer gradients reach every parameter; gradients of gradients of memories are refused."""
 
 import pytest
 import torch
 from mixers import MEMORIES, STATES
-from torch import nn
-
-from hope_hf.fast import norm as fast_norm
-from hope_hf.model import layers
 
 OPTIONS = MEMORIES | STATES | {"independent-levels": dict(level_variant="independent")}
 
@@ -30,24 +24,3 @@ def test_gradients_of_gradients_of_memories_are_refused(tiny_model):
     (gradient,) = torch.autograd.grad(model(ids, use_cache=False).logits.square().sum(), weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_the_norm_in_blocks_equals_the_plain_one(gated, monkeypatch):
-    """Heads in the middle, as reads are; gradients too."""
-    monkeypatch.setattr(fast_norm, "_BLOCK", 7 * 24)
-    generator = torch.Generator().manual_seed(3)
-    make = partial(torch.randn, generator=generator, dtype=torch.float64, requires_grad=True)
-    norm, x, gate = layers.HopeRMSNorm(8, 1e-3).double(), make(2, 3, 10, 8).transpose(1, 2), make(2, 10, 3, 8)
-    nn.init.uniform_(norm.weight)
-    leaves, gate = [x, norm.weight, *[gate] * gated], gate if gated else None
-    found = [norm(x, partial(layers.gated_norm, gate=gate, kernels=kernels)) for kernels in ("auto", "plain")]
-    assert type(found[0].grad_fn).__name__ == "_GatedNormBackward"
-    # a text that is read without gradients goes over torch's norm, and must give the same bits; SiLU may round the few
-    # numbers of these small blocks otherwise
-    assert gated or torch.equal(*found)
-    results = []
-    for out in found:
-        loss = (out * torch.arange(8)).sum()
-        results.append([out, *torch.autograd.grad(loss, leaves)])
-    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)

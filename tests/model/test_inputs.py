@@ -2,19 +2,14 @@
 
 import pytest
 import torch
-from mixers import ATTENTION, HYBRID, STATES
+import torch.nn.functional as F
+from mixers import ATTENTION, STATES, random_ids
 from transformers import AttentionInterface, DataCollatorWithFlattening
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from hope_hf import HopeCache, HopeForTokenClassification
 
 EXACT = dict(rtol=1e-9, atol=1e-9)
 LENGTHS = (5, 9, 1, 6)
 STARTS = torch.tensor([0, 5, 14, 15, 21], dtype=torch.int32)
-
-
-def random_ids(*shape, seed=1):
-    return torch.randint(1, 62, shape, generator=torch.Generator().manual_seed(seed))
 
 
 DOCUMENTS = [random_ids(1, length, seed=length) for length in LENGTHS]
@@ -61,34 +56,36 @@ def test_a_packed_row_reads_as_its_documents_alone(model):
         assert_equal(model(PACKED, **way).logits[0], expected, name)
 
 
-@torch.no_grad()
-def test_a_classifier_of_tokens_is_told_of_documents(tiny_config):
-    classifier = HopeForTokenClassification(tiny_config()).double().eval()
-    assert_equal(classifier(PACKED, **WAYS["cu_seq_lens"]).logits[0], alone(classifier), "classifier")
+def positions_of(numbers):
+    """Positions [B, T] in the documents that `numbers` names; 0 for padding."""
+    earlier = (numbers[:, :, None] == numbers[:, None]).tril(-1).sum(2)
+    return earlier * (numbers > 0)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_packed_rows_with_padding_read_as_their_documents_alone(model, side):
     """Two documents a row; the padding belongs to the document beside it, or to none."""
-    numbers = torch.zeros(2, 16, dtype=torch.long)
-    ids = numbers.clone()
-    for row, documents in enumerate((DOCUMENTS[:2], DOCUMENTS[2:])):
-        tokens = torch.cat(documents, 1)[0]
-        place = slice(16 - len(tokens), 16) if side == "left" else slice(0, len(tokens))
-        ids[row, place] = tokens
-        numbers[row, place] = torch.repeat_interleave(torch.tensor([part.shape[1] for part in documents])) + 1
+    ids = []
+    numbers = []
+    for one, two in (DOCUMENTS[:2], DOCUMENTS[2:]):
+        row = torch.cat([one, two], 1)
+        number = torch.tensor([[1] * one.shape[1] + [2] * two.shape[1]])
+        missing = 16 - row.shape[1]
+        padding = (missing, 0) if side == "left" else (0, missing)
+        ids.append(F.pad(row, padding))
+        numbers.append(F.pad(number, padding))
+    ids, numbers = torch.cat(ids), torch.cat(numbers)
     mask = (numbers > 0).long()
-    beside = numbers.clamp(min=1) if side == "left" else torch.where(mask.bool(), numbers, 2)
-    positions = torch.stack([(numbers[:, :c] == numbers[:, c : c + 1]).sum(1) for c in range(16)], 1) * mask
-    cu_seq_lens = {0, 16, 32, *((beside.flatten().diff() != 0).nonzero().flatten() + 1).tolist()}
+    beside = torch.where(numbers > 0, numbers, 1 if side == "left" else 2)
+    starts = (beside.flatten().diff() != 0).nonzero().flatten() + 1
     ways = {
         "mask of numbers": {"attention_mask": numbers},
         "as floats": {"attention_mask": numbers.double()},
         "seq_idx": {"attention_mask": mask.bool(), "seq_idx": beside.int()},
         "seq_idx of padding": {"attention_mask": mask, "seq_idx": numbers.int()},
-        "cu_seq_lens": {"attention_mask": mask, "cu_seq_lens_q": torch.tensor(sorted(cu_seq_lens))},
-        "positions": {"attention_mask": mask, "position_ids": positions},
+        "cu_seq_lens": {"attention_mask": mask, "cu_seq_lens_q": torch.tensor([0, *starts.tolist(), 32])},
+        "positions": {"attention_mask": mask, "position_ids": positions_of(numbers)},
     }
     expected = alone(model)
     for name, way in ways.items():
@@ -98,8 +95,8 @@ def test_packed_rows_with_padding_read_as_their_documents_alone(model, side):
 @torch.no_grad()
 def test_a_document_may_begin_with_padding(model):
     one, two = DOCUMENTS[:2]
-    ids = torch.cat([one, torch.zeros(1, 2, dtype=torch.long), two], 1)
-    mask = torch.tensor([[1] * 5 + [0] * 2 + [1] * 9])
+    ids = torch.cat([one, F.pad(two, (2, 0))], 1)
+    mask = (ids != 0).long()
     logits = model(ids, attention_mask=mask, seq_idx=torch.tensor([[0] * 5 + [1] * 11])).logits
     assert_equal(logits[mask.bool()], alone(model, (one, two)), "padding")
 
@@ -133,14 +130,3 @@ def test_masks_of_four_dimensions_are_kept(tiny_model):
             torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_row_may_begin_behind_padding_after_a_cache(tiny_model):
-    """Position 0 then begins no second document."""
-    model = tiny_model(torch.float64, **HYBRID).eval()
-    cache, ids = HopeCache(model.config), random_ids(2, 20)
-    mask = torch.ones_like(ids)
-    mask[0, :12] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    for cut in (slice(0, 9), slice(9, 20)):
-        seen = mask[:, : cut.stop]
-        logits = model(ids[:, cut], attention_mask=seen, position_ids=positions[:, cut], cache=cache).logits
-    assert_equal(logits[0, 3:], model(ids[:1, 12:]).logits[0], "row")

@@ -56,38 +56,26 @@ def test_loss_and_gradients_are_those_of_whole_logits(options):
         frozen.requires_grad_(True)
 
 
-@pytest.mark.parametrize("count", [{}, {"num_items_in_batch": torch.tensor(0)}], ids=["mean", "of-0"])
-def test_a_batch_without_labels_has_no_gradient(tiny_model, count):
-    """As without `skip_logits`: the loss is nan, and an optimizer's step keeps the weights."""
+@pytest.mark.parametrize("options", [{}, {"skip_logits": True}], ids=["logits", "no logits"])
+def test_a_batch_without_labels_has_no_gradient(tiny_model, options):
+    """The loss is nan, and an optimizer's step keeps the weights."""
     model = tiny_model().train()
-    ids = torch.randint(0, model.config.vocab_size, (2, 9))
-    for options in ({}, {"skip_logits": True}):
-        model.zero_grad()
-        loss = model(ids, labels=torch.full_like(ids, IGNORED), **count, **options).loss
-        loss.backward()
-        assert loss.isnan()
-        assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+    ids = torch.arange(18).view(2, 9)
+    loss = model(ids, labels=torch.full_like(ids, IGNORED), **options).loss
+    loss.backward()
+    assert loss.isnan()
+    assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
 
 
-def test_an_ignored_token_may_be_infinite():
-    hidden, weight, labels = problem()
-    with torch.no_grad():
-        hidden[9] = float("inf")
-    loss = linear_cross_entropy(hidden, weight, labels)
-    (grad_hidden,) = gradients(loss, hidden)
-    assert loss.isfinite() and grad_hidden.isfinite().all() and not grad_hidden[9].any()
-
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_scale_that_is_not_finite_reaches_the_gradients(scale):
+def test_a_scale_that_is_not_finite_reaches_the_gradients():
     """Loss scaling sees an overflow by them."""
     hidden, weight, labels = problem(dtype=torch.float32)
     loss = linear_cross_entropy(hidden, weight, labels)
-    assert not any(gradient.isfinite().all() for gradient in gradients(loss, hidden, weight, scale=scale))
+    for gradient in gradients(loss, hidden, weight, scale=float("inf")):
+        assert not gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("dtype, is_autocast", [(torch.bfloat16, True), (torch.float16, False)])
 def test_low_precision_rounds_as_the_plain_loss_does(dtype, is_autocast):
     hidden, weight, labels = problem(300, torch.float32 if is_autocast else dtype, ignored=(3,))
     with torch.autocast("cpu", dtype, enabled=is_autocast):
@@ -116,7 +104,6 @@ def test_nothing_is_differentiated_where_no_gradient_is_wanted():
 
 OPTIONS = {
     "mean": {},
-    "items": {"num_items_in_batch": 7},
     "tensor of items": {"num_items_in_batch": torch.tensor(7)},
     "documents": {"position_ids": torch.cat([torch.arange(5), torch.arange(8)]).expand(2, -1)},
     "shifted": {"shift_labels": torch.arange(26).view(2, 13)},
@@ -152,15 +139,13 @@ class LinearMap(torch.Tensor):
             return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("what", ["quantised", "replaced"])
-def test_another_head_makes_the_loss_from_logits(tiny_model, what):
+def test_another_head_makes_the_loss_from_logits(tiny_model):
     model, ids = tiny_model(), torch.arange(22).view(2, 11)
     expected = model(ids, labels=ids).loss
-    if what == "quantised":
-        model.lm_head._parameters["weight"] = model.lm_head.weight.detach().as_subclass(LinearMap)
-    else:
-        head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
-        head.weight, model.lm_head = model.lm_head.weight, head
-    out = model(ids, labels=ids, skip_logits=True)
-    assert out.logits is None
-    torch.testing.assert_close(out.loss, expected)
+    quantised = model.lm_head.weight.detach().as_subclass(LinearMap)
+    replaced = nn.Linear(32, 64, bias=False)
+    replaced.weight = model.lm_head.weight
+    model.lm_head._parameters["weight"] = quantised
+    torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, expected)
+    model.lm_head = replaced
+    torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, expected)

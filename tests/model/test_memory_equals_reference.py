@@ -10,36 +10,29 @@ from definitions import assert_as_defined
 from hope_hf import reference
 from hope_hf.model import memory_paper
 
-RULES = {"delta": {}, "paper": dict(memory_rule="paper"), "paper-2": dict(memory_rule="paper", memory_depth=2)}
+DELTA, PAPER = dict(memory_rule="delta"), dict(memory_rule="paper", memory_depth=2)
+# options, and constants of the paper's rule: not each text has an error that its own constant clips
 ENDS = {
-    "defaults": {},
-    "no writes": dict(memory_learning_rate_max=0.0),
-    "largest rate": dict(memory_learning_rate_max=1.99),
-    "equal rates": dict(projection_memory_rate=1.0),
-    "chunks of a token": dict(memory_chunk_size=1),
-    "no convolution": dict(conv_kernel_size=1),
+    "no writes": (DELTA | dict(memory_learning_rate_max=0.0), {}),
+    "largest rate": (DELTA | dict(memory_learning_rate_max=1.99, projection_memory_rate=1.0), {}),
+    "paper, no writes": (PAPER | dict(memory_learning_rate_max=0.0), {}),
+    "paper, largest rate": (PAPER | dict(memory_learning_rate_max=1.99), {}),
+    "paper, one layer, small clip": (PAPER | dict(memory_depth=1), {"ERROR_CLIP": 0.3}),
+    "paper, small clip": (PAPER, {"ERROR_CLIP": 0.3}),
+    "paper, no clip": (PAPER, {"ERROR_CLIP": 1e9}),
+    "paper, rate 1": (PAPER, {"INNER_RATE": 1.0}),
 }
 
 
-def compare(tiny_model, monkeypatch, **options):
+@pytest.mark.parametrize("end", ENDS)
+def test_memories_equal_the_loop(tiny_model, monkeypatch, end):
+    options, constants = ENDS[end]
     monkeypatch.setenv("HOPE_KERNELS", "plain")
+    for name, value in constants.items():
+        monkeypatch.setattr(memory_paper, name, value)
+        monkeypatch.setattr(reference, name, value)
     model = tiny_model(torch.float64, num_hidden_layers=1, memory_projections=["k", "v"], **options)
     with torch.no_grad():
         for parameter in model.model.layers[0].mixer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     assert_as_defined(model, torch.randint(64, (2, 18)))
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("rule", RULES)
-def test_memories_equal_the_loop(tiny_model, monkeypatch, rule, end):
-    compare(tiny_model, monkeypatch, **RULES[rule], **ENDS[end])
-
-
-@pytest.mark.parametrize("name, value", [("ERROR_CLIP", 0.3), ("ERROR_CLIP", 1e9), ("INNER_RATE", 1.0)])
-@pytest.mark.parametrize("rule", ["paper", "paper-2"])
-def test_every_clip_and_inner_rate_equals_the_loop(tiny_model, monkeypatch, rule, name, value):
-    """Not each text has an error that the constants of the rule clip."""
-    for module in (memory_paper, reference):
-        monkeypatch.setattr(module, name, value)
-    compare(tiny_model, monkeypatch, **RULES[rule])

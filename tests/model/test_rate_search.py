@@ -63,9 +63,3 @@ def test_the_fields_are_kept_where_a_text_fails(model):
     with pytest.raises(ValueError, match="give tokens from 0 to 39"):
         learning_rate_search(model, [torch.tensor([1, 2, 400])])
     assert model.config.level_learning is fields
-
-
-@pytest.mark.parametrize("texts, rates", [([], RATES), (TEXTS, ()), ([torch.tensor([1])], RATES)])
-def test_without_anything_to_score_it_says_so(model, texts, rates):
-    with pytest.raises(ValueError, match="learning_rate_search needs rates, and texts of at least two tokens"):
-        learning_rate_search(model, texts, rates)

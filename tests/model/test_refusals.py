@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from learning_models import random_ids
-from mixers import ATTENTION, HYBRID, MIXED, SPARSE, STATES, WINDOW
-from transformers import DynamicCache, StaticCache
+from mixers import ATTENTION, HYBRID, MIXED, SPARSE, STATES, WINDOW, random_ids
+from transformers import DynamicCache
 
 from hope_hf import HopeCache
 
@@ -23,36 +22,26 @@ def text(**call):
 
 INPUTS = {
     "input_ids hold 64": dict(input_ids=torch.full((1, 4), 64)),
-    "input_ids hold -1": dict(input_ids=torch.full((1, 4), -1)),
     r"\(4,\).*input_ids\[None\]": dict(input_ids=IDS[0, :4]),
     "torch.float32.*torch.int64": dict(input_ids=IDS.float()),
     "no tokens": dict(input_ids=IDS[:, :0]),
-    "no tokens:": dict(input_ids=IDS[:0]),
     "the text has no tokens": dict(inputs_embeds=torch.zeros(1, 0, 32)),
     r"inputs_embeds.*\(4, 32\)": dict(inputs_embeds=torch.zeros(4, 32)),
 }
 CALLS = {
     "exactly one of input_ids or inputs_embeds": {},
-    "exactly one of input_ids or": text(inputs_embeds=torch.zeros(1, 21, 32)),
     "labels hold 64": text(labels=IDS * 0 + 64),
-    "labels hold -1": text(labels=IDS * 0 - 1),
     "skip_logits=True.*labels": text(skip_logits=True),
     r"position_ids.*\(21,\)": text(position_ids=torch.arange(21)),
-    r"position_ids.*\(1, 22\)": text(position_ids=torch.arange(22)[None]),
     r"attention_mask.*\(1, 3\).*\(1, 21\)": text(attention_mask=torch.ones(1, 3)),
-    r"attention_mask.*\(2, 21\).*\(1, 21\)": text(attention_mask=torch.ones(2, 21)),
     "attention_mask holds values": text(attention_mask=torch.full((1, 21), 0.5)),
-    "attention_mask holds values from -inf": text(attention_mask=torch.full((1, 21), -torch.inf)),
     "attention_mask holds values from -1": text(attention_mask=-torch.ones(1, 21, dtype=torch.long)),
     "layers that keep a state": text(attention_mask=BLOCK),
-    "layers that keep a state.*padding": text(attention_mask=torch.zeros(1, 1, 21, 21)),
     "seq_idx and position_ids disagree.*token 5 of row 0": text(seq_idx=NUMBERS * 0, position_ids=RESTARTS),
     "cu_seqlens and seq_idx disagree.*token 14 of row": text(cu_seqlens=STARTS[[0, 1, 4]], seq_idx=NUMBERS),
     "cu_seq_lens_q and attention_mask disagree": text(cu_seq_lens_q=STARTS, attention_mask=NUMBERS // 2 + 1),
     r"cu_seqlens.*\[0\].*\[15\].*21": text(cu_seqlens=STARTS[:-1]),
-    r"cu_seqlens.*\[5\]": text(cu_seqlens=STARTS[1:]),
     "cu_seqlens goes": text(cu_seqlens=STARTS[[0, 2, 1, 4]]),
-    r"cu_seqlens.*\(1, 5\)": text(cu_seqlens=STARTS[None]),
     r"seq_idx.*\(1, 20\).*\(1, 21\)": text(seq_idx=NUMBERS[:, 1:]),
     "cu_seqlens.*one row to the next": dict(input_ids=IDS[:, 1:].view(2, 10), cu_seqlens=STARTS - STARTS // 21),
 }
@@ -83,12 +72,12 @@ def test_calls_of_a_model(model_of):
 
 
 def test_inputs_of_generate_and_of_attention_alone(model_of):
+    model = model_of(ATTENTION)
     for words, call in INPUTS.items():
         with pytest.raises(ValueError, match=words):
-            model_of(ATTENTION)(**call)
-        for options in (MIXED, ATTENTION):
-            with pytest.raises(ValueError, match=words):
-                model_of(options).generate(**call, max_new_tokens=2, do_sample=False, pad_token_id=0)
+            model(**call)
+        with pytest.raises(ValueError, match=words):
+            model.generate(**call, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def test_masks_of_attention_alone(model_of):
@@ -104,12 +93,12 @@ def test_masks_of_attention_alone(model_of):
         model(ids, attention_mask=torch.ones(2, 1, 21, 21))
 
 
-@pytest.mark.parametrize("kind", STATES)
-def test_generate_goes_on_with_one_text_a_row(model_of, kind):
-    ways = dict(cu_seq_lens_q=STARTS), dict(seq_idx=NUMBERS), dict(attention_mask=NUMBERS), dict(position_ids=RESTARTS)
-    for way in (*ways, dict(attention_mask=BLOCK)):
+def test_generate_goes_on_with_one_text_a_row(model_of):
+    ways = [dict(cu_seq_lens_q=STARTS), dict(seq_idx=NUMBERS), dict(position_ids=RESTARTS)]
+    ways += [dict(attention_mask=mask) for mask in (NUMBERS, BLOCK)]
+    for way in ways:
         with pytest.raises(ValueError, match="one text a row"):
-            model_of(STATES[kind]).generate(IDS, max_new_tokens=2, pad_token_id=0, **way)
+            model_of(MIXED).generate(IDS, max_new_tokens=2, pad_token_id=0, **way)
 
 
 def read(model, ids=IDS):
@@ -121,16 +110,13 @@ def read(model, ids=IDS):
 
 def test_documents_after_a_cache(model_of):
     model = model_of(MIXED)
-    for cache in (read(model), StaticCache(model.config, max_cache_len=64)):
-        with pytest.raises(ValueError, match="cu_seqlens.*cache"):
-            model(IDS, cache=cache, cu_seqlens=STARTS)
     cache = read(model)
+    with pytest.raises(ValueError, match="cu_seqlens.*cache"):
+        model(IDS, cache=cache, cu_seqlens=STARTS)
     with pytest.raises(ValueError, match="attention_mask.*cache"):
         model(IDS, cache=cache, attention_mask=torch.cat([NUMBERS, NUMBERS], 1))
     with pytest.raises(ValueError, match=r"\(1, 21\).*\(1, 42\).*21 tokens read"):
         model(IDS, cache=cache, attention_mask=torch.ones(1, 21))
-    with pytest.raises(ValueError, match=r"\(1, 22\).*\(1, 42\).*21 tokens read"):
-        model.generate(IDS, cache=cache, attention_mask=torch.ones(1, 22), max_new_tokens=2)
     for new in (slice(0, 15), slice(5, 6)):
         with pytest.raises(ValueError, match="position_ids.*full_attention"):
             model(IDS[:, new], position_ids=RESTARTS[:, new], cache=read(model))
@@ -140,7 +126,6 @@ NARROW = SPARSE | dict(sparse_block_size=8, sparse_compress_stride=8)
 # the model that wrote the cache, the one that reads it, and words
 OTHERS = {
     "fewer layers": ({}, dict(num_hidden_layers=1), "2 layers.*1"),
-    "more heads": ({}, dict(num_memory_heads=3), "another model"),
     "attention": ({}, ATTENTION, "HopeMemoryLayer.*full_attention"),
     "memories": (ATTENTION, {}, "DynamicLayer.*hope_memory"),
     "another layer": ({}, HYBRID | dict(memory_projections=[]), "HopeMemoryLayer.*full_attention"),
@@ -158,22 +143,23 @@ def test_a_cache_of_another_model(model_of, writer, reader, words):
 
 
 @torch.no_grad()
-def test_a_cache_of_other_rows_or_another_dtype(model_of):
-    for kind in STATES:
-        model, wide = model_of(STATES[kind]), model_of(STATES[kind], torch.float64)
-        cache = read(model)
-        with pytest.raises(ValueError, match="1 sequences.*3.*batch_select_indices"):
-            model(random_ids(3, 2), cache=cache)
-        with pytest.raises(ValueError, match="float32.*torch.float64"):
-            wide(IDS, cache=cache)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(IDS, cache=copy.deepcopy(cache))
-    # states of memories are float32 in bfloat16
-    assert model_of({}, torch.bfloat16)(IDS, cache=read(model_of({}))).logits.isfinite().all()
-    model = model_of({})
+@pytest.mark.parametrize("kind", STATES)
+def test_a_cache_of_other_rows_or_another_dtype(model_of, kind):
+    model = model_of(STATES[kind])
+    cache = read(model)
+    with pytest.raises(ValueError, match="1 sequences.*3.*batch_select_indices"):
+        model(random_ids(3, 2), cache=cache)
+    with pytest.raises(ValueError, match="float32.*torch.float64"):
+        model_of(STATES[kind], torch.float64)(IDS, cache=cache)
     for wrong, words in ((DynamicCache([(IDS, IDS)]), "DynamicCache of 1 layers"), ((), "tuple of no layers")):
         with pytest.raises(ValueError, match=words):
             model(IDS, cache=wrong)
+
+
+@torch.no_grad()
+def test_what_a_cache_of_another_dtype_or_window_serves(model_of):
+    # states of memories are float32 in bfloat16
+    assert model_of({}, torch.bfloat16)(IDS, cache=read(model_of({}))).logits.isfinite().all()
     # what is read of these states is the reading model's
     model_of(SPARSE | dict(sparse_window=16))(IDS, cache=read(model_of(SPARSE)))
 
@@ -181,18 +167,15 @@ def test_a_cache_of_other_rows_or_another_dtype(model_of):
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_what_a_recurrent_state_cannot_do(model_of):
     model = model_of({})
-    calls = {
-        "stateful": lambda: model.generate(IDS, assistant_model=model_of(ATTENTION), max_new_tokens=3),
-        "stateful models": lambda: model.generate(IDS, prompt_lookup_num_tokens=2, max_new_tokens=3),
-        "vmap.*rows": lambda: torch.func.vmap(lambda tokens: model(tokens[None]).logits)(IDS),
-        "jit.trace.*torch.export": lambda: torch.jit.trace(lambda tokens: model(tokens).logits, IDS),
-    }
-    for words, call in calls.items():
-        with pytest.raises(ValueError, match=words):
-            call()
+    with pytest.raises(ValueError, match="stateful models"):
+        model.generate(IDS, prompt_lookup_num_tokens=2, max_new_tokens=3)
+    with pytest.raises(ValueError, match="vmap.*rows"):
+        torch.func.vmap(lambda tokens: model(tokens[None]).logits)(IDS)
+    with pytest.raises(ValueError, match="jit.trace.*torch.export"):
+        torch.jit.trace(lambda tokens: model(tokens).logits, IDS)
 
 
 @torch.no_grad()
 def test_a_compiled_graph_takes_masks_of_0_and_1(model_of):
     with pytest.raises(RuntimeError, match="0 and 1"):
-        torch.compile(model_of({}), backend="eager")(IDS, attention_mask=NUMBERS)
+        torch.compile(model_of(dict(num_hidden_layers=1)), backend="eager")(IDS, attention_mask=NUMBERS)

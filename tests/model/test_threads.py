@@ -6,11 +6,9 @@ The threads take turns at fixed places, so that each test meets the same moment 
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from learning_models import random_ids
-from mixers import HYBRID, MIXED
+from mixers import HYBRID, MIXED, random_ids
 
-from hope_hf import HopeCache, LevelLearning, frozen_memories, learning_rate_search
-from hope_hf.model import level_learning
+from hope_hf import HopeCache, frozen_memories
 
 LEARNS = dict(periods=[8, 16], rate=0.05, drift=0.5, gate=False, brake=0.0)
 
@@ -35,20 +33,19 @@ def trained(model, ids) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def while_it_learns(monkeypatch, job):
-    """Let the next piece that teaches wait for `job()` in another thread; returns a list of the job's result."""
-    results, compute = [], level_learning._row_losses
+def while_it_learns(model, job):
+    """Let the next piece wait before the last norm for `job()` in another thread; returns a list of its result."""
+    results = []
 
-    def pause(*args, **kwargs):
-        monkeypatch.setattr(level_learning, "_row_losses", compute)
+    def pause(module, inputs):
+        handle.remove()
         results.append(in_another_thread(job))
-        return compute(*args, **kwargs)
 
-    monkeypatch.setattr(level_learning, "_row_losses", pause)
+    handle = model.model.norm.register_forward_pre_hook(pause)
     return results
 
 
-def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model, monkeypatch):
+def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model):
     model = tiny_model(level_learning=LEARNS, **MIXED)
     first, second = random_ids(1, 40), random_ids(1, 40, seed=2)
     alone, beside, gradients = learned(model, first), learned(model, second), trained(model, second)
@@ -57,7 +54,7 @@ def test_a_training_step_and_a_second_text_beside_one_that_is_learned(tiny_model
         # the same moment for both, within a piece of the first text
         return learned(model, second), trained(model, second)
 
-    results = while_it_learns(monkeypatch, others)
+    results = while_it_learns(model, others)
     assert torch.equal(learned(model, first), alone)
     torch.testing.assert_close(results[0], (beside, gradients), rtol=0, atol=0)
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -77,17 +74,6 @@ def test_a_thread_that_reads_frozen_freezes_no_other(tiny_model):
         assert torch.equal(model(ids).logits, frozen), "the inner context ended the outer one"
     assert torch.equal(model(ids).logits, live) and not torch.equal(live, frozen)
     assert torch.equal(model(ids, freeze_memories=True).logits, frozen)
-
-
-def test_a_search_for_a_rate_changes_no_other_threads_rate(tiny_model, monkeypatch):
-    model = tiny_model(level_learning=LEARNS)
-    ids = random_ids(1, 40)
-    alone, fields = learned(model, ids), model.config.level_learning
-    expected = learning_rate_search(model, [ids[0]], rates=[0.5, 0.01])
-    results = while_it_learns(monkeypatch, lambda: learned(model, ids))
-    assert learning_rate_search(model, [ids[0]], rates=[0.5, 0.01]) == expected
-    assert torch.equal(results[0], alone) and model.config.level_learning is fields
-    assert isinstance(expected, LevelLearning)
 
 
 def test_blocks_below_the_first_that_learns_keep_no_graph(tiny_model):

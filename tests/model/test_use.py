@@ -5,20 +5,12 @@ import sys
 
 import pytest
 import torch
-from mixers import HYBRID, MEMORIES, MIXED
+from mixers import HYBRID, MEMORIES, MIXED, random_ids
 from torch.func import functional_call
-from transformers import (
-    pipeline,
-)
+from transformers import pipeline
 
 from benchmarks.speed import prompt_apart
 from hope_hf import HopeCache
-
-GREEDY = dict(do_sample=False, pad_token_id=63)
-
-
-def random_ids(*shape, seed=1):
-    return torch.randint(62, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_pipeline_writes_the_same_alone_and_in_a_batch(tiny_model, word_tokenizer):
@@ -44,35 +36,22 @@ def test_a_pipeline_learns_from_its_prompt(tiny_model, word_tokenizer):
     assert always(prompt, **options)[0]["generated_text"] == learned != writer(prompt, **options)[0]["generated_text"]
 
 
-def test_a_chat_is_a_prompt_like_any_other(tiny_model, word_tokenizer):
-    model = tiny_model()
-    writer = pipeline("text-generation", model, tokenizer=word_tokenizer)
-    messages = [{"role": "user", "content": "w5 w6"}]
-    said = writer(messages, max_new_tokens=4, do_sample=False)[0]["generated_text"]
-    assert said[0] == messages[0] and said[1]["role"] == "assistant"
-    tokens = model.generate(word_tokenizer("w1 w5 w6 w2", return_tensors="pt").input_ids, max_new_tokens=4, **GREEDY)
-    assert said[1]["content"] == word_tokenizer.decode(tokens[0, 4:], skip_special_tokens=True)
-
-
 def test_an_exported_forward_serves_every_mask(tiny_model):
     model = tiny_model(**HYBRID)
     ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
-    masks = [mask, mask.clone(), mask.clone()]
-    masks[1][1, :4] = 0
-    masks[2][0, 15:] = 0
+    left, right = mask.clone(), mask.clone()
+    left[1, :4] = 0
+    right[0, 15:] = 0
     graph = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask, "use_cache": False}).module()
-    for mask in masks:
-        inputs = {"input_ids": random_ids(2, 19, seed=2), "attention_mask": mask, "use_cache": False}
-        real = mask.bool()
-        torch.testing.assert_close(graph(**inputs).logits[real], model(**inputs).logits[real], rtol=0, atol=1e-6)
+    for real in (mask, left, right):
+        inputs = {"input_ids": random_ids(2, 19, seed=2), "attention_mask": real, "use_cache": False}
+        found, expected = graph(**inputs).logits, model(**inputs).logits
+        torch.testing.assert_close(found[real.bool()], expected[real.bool()], rtol=0, atol=1e-6)
 
 
-# torch has no batching rule for the gradient of its attention, and loops
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("options", [MEMORIES["paper-2"], MIXED], ids=["paper", "mixed"])
-def test_transforms_of_torch_func_give_the_gradients(tiny_model, options):
+def test_torch_func_gives_the_gradients(tiny_model, options):
     model, ids = tiny_model(torch.float64, recompute_chunks=1, **options), random_ids(2, 19)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False, "skip_logits": True}
     model(**inputs).loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -80,16 +59,8 @@ def test_transforms_of_torch_func_give_the_gradients(tiny_model, options):
     def loss(parameters):
         return functional_call(model, parameters, (), inputs).loss
 
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     torch.testing.assert_close(torch.func.grad(loss)(parameters), gradients, rtol=0, atol=1e-11)
-
-    name = "model.layers.0.input_layernorm.weight"
-
-    def logits(weight):
-        return functional_call(model, parameters | {name: weight}, (ids[:1],)).logits[0, -1, :3]
-
-    jacobian = torch.func.jacrev(logits)(parameters[name])
-    ours = torch.autograd.functional.jacobian(logits, parameters[name])
-    torch.testing.assert_close(jacobian, ours, rtol=0, atol=1e-11)
 
 
 # PEFT asks transformers for an attribute, and gives a cache, by the older name.
@@ -111,18 +82,18 @@ def test_a_long_prompt_takes_no_more_memory_than_a_short_one():
     assert long / short <= 1.1
 
 
+IMPORT = """
+import time
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+import torch.utils.checkpoint, transformers.modeling_layers, transformers.generation
+start = time.process_time()
+import hope_hf
+print(time.process_time() - start)
+"""
+
+
+@pytest.mark.long
 @pytest.mark.processes
 def test_importing_is_not_slow():
-    code = (
-        "import time\n"
-        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel\n"
-        "import torch.utils.checkpoint, transformers.modeling_layers, transformers.generation\n"
-        "start = time.process_time()\n"
-        "import hope_hf\n"
-        "print(time.process_time() - start)\n"
-    )
-    seconds = (
-        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-        for _ in range(2)
-    )
-    assert any(needed <= 0.3 for needed in seconds)
+    run = subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True)
+    assert float(run.stdout) <= 0.3
