@@ -1,6 +1,5 @@
 """benchmarks/gpu: the order on one GPU, rehearsed on a CPU; a wrong kernel is found; the report."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -63,13 +62,3 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch):
 
     monkeypatch.setattr(parts, "HopeForCausalLM", Wrong)
     assert parts.LOGITS in parts.compare(**case)["wrong"]
-
-
-def test_a_file_that_was_cut_short_is_reported(tmp_path, capsys):
-    step = {"part": "step", "device": "a GPU", "preset": "mid", "tokens": 2048, "measure": "step"}
-    rows = [step | {"model": "llama", "values": [1.0]}, step | {"model": "hope", "values": [1.5]}]
-    file = tmp_path / "gpu.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + '\n{"part": "profile", "dev')
-    report.main([str(file)])
-    printed = capsys.readouterr()
-    assert "| step, s | 2,048 | 1.5 | 1 (1.50) |" in printed.out and "left out" in printed.err

@@ -34,22 +34,6 @@ def test_a_training_gives_a_row_that_is_reported_and_not_repeated(tmp_path, monk
     assert "| llama | 12.5 (0.003) |" in shown and "| hope | missing |" in shown
 
 
-def test_the_best_rate_counts_and_a_diverged_one_does_not():
-    rows = {}
-    for rate, seed, accuracy in (
-        (3e-3, 1, [0.9, 0.5]),
-        (3e-3, 2, [0.9, 0.7]),
-        (1e-2, 1, [1.0, 0.9]),
-        (1e-2, 2, None),
-        (3e-2, 1, None),
-        (1e-3, 1, [0.9, 0.5]),
-        (1e-3, 2, [0.8, 0.7]),
-    ):
-        rows[mad.Job("mqar", "hope", rate, seed)] = accuracy
-    assert "| hope | 90.0 ± 0.0 / 60.0 ± 14.1 (0.003) |" in mad.table(rows)
-    assert "| hope | diverged |" in mad.table(dict.fromkeys(rows))
-
-
 def test_mistakes_are_one_sentence(tmp_path, capsys):
     for flags, words in (
         (["--parallel", "0"], "--parallel"),

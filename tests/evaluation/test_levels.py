@@ -5,9 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hope_hf import HopeCache
-from hope_hf.evaluation.levels import learned_scores, level_rows
+from hope_hf.evaluation.levels import learned_scores
 from hope_hf.evaluation.perplexity import perplexity
-from hope_hf.evaluation.streams import carried_scores
 
 
 @pytest.fixture
@@ -37,15 +36,6 @@ def test_learning_shows_in_its_column_rows_and_pictures(learner, arguments, kind
     draw = result.pictures["levels.png"]
     draw(tmp_path / "levels.png")
     assert (tmp_path / "levels.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_rate_0_is_reading_with_levels_as_trained(learner, ids):
-    model = learner(learning=dict(rate=0.0), dtype=torch.float64).model
-    scores, pieces, sizes = learned_scores(model, ids)
-    torch.testing.assert_close(scores.losses, carried_scores(model, ids).losses)
-    (row,) = level_rows(pieces, [149], sizes)
-    assert row["steps"] == 8 and row["drift"] == 0.0
-    assert row["loss_after"] == pytest.approx(row["loss_before"], rel=1e-9)
 
 
 def test_every_piece_is_scored_before_and_after_its_step(learner, ids):

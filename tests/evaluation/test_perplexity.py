@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,25 +57,17 @@ def test_the_whole_text(subject, measured, texts):
 
 
 def test_every_corpus_of_a_mixture_has_the_row_of_its_text_alone(subject, arguments, texts, tmp_path):
-    corpora = "corpora:\n"
+    files = {}
     for name, part in {"short": texts[:3], "long": texts[3:]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-        corpora += f"  {name}: {{files: {tmp_path}/{name}.jsonl}}\n"
-    (tmp_path / "mix.yaml").write_text(corpora)
-
-    def tables(**text) -> dict:
-        args = arguments(validation_file=None, validation_split_percentage=50.0, **text)
-        return perplexity(args, subject()).tables
-
-    mixed = tables(dataset_mixture=str(tmp_path / "mix.yaml"))
-    (whole,) = mixed[f"Text: {tmp_path / 'mix.yaml'}, held-out documents"]
-    short, long = mixed["By corpus"]
-    assert (short["corpus"], long["corpus"]) == ("short", "long")
-    assert whole["n"] == short["n"] + long["n"]
-    total = short["loss"] * short["n"] + long["loss"] * long["n"]
-    assert whole["loss"] == pytest.approx(total / whole["n"], rel=1e-6)
-    for row in (short, long):
-        ((alone,), *_) = tables(train_file=str(tmp_path / f"{row['corpus']}.jsonl")).values()
+        files[name] = str(tmp_path / f"{name}.jsonl")
+        Path(files[name]).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    corpora = ", ".join(f"{name}: {{files: {file}}}" for name, file in files.items())
+    (tmp_path / "mix.yaml").write_text(f"corpora: {{{corpora}}}")
+    options = dict(validation_file=None, validation_split_percentage=50.0)
+    mixed = perplexity(arguments(dataset_mixture=str(tmp_path / "mix.yaml"), **options), subject())
+    for row in mixed.tables["By corpus"]:
+        result = perplexity(arguments(train_file=files[row["corpus"]], **options), subject())
+        (alone,), *_ = result.tables.values()
         for name in ("documents", "n", "loss", "perplexity", "bits_per_byte", "accuracy"):
             assert row[name] == pytest.approx(alone[name], rel=1e-6), name
 

@@ -14,11 +14,9 @@ import transformers
 from huggingface_hub import constants
 
 from hope_hf.common.results import markdown_table
-from hope_hf.data import DataConfig, train_tokenizer
-from hope_hf.data.documents import open_sources
+from hope_hf.data import train_tokenizer
 from hope_hf.evaluation import main
-from hope_hf.evaluation.flags import FLAGS, Arguments, parse_depths, parse_lengths, suite
-from hope_hf.evaluation.held_out import held_out_documents
+from hope_hf.evaluation.flags import FLAGS, parse_depths, parse_lengths, suite
 from hope_hf.evaluation.suites import SUITES
 
 SHORT = ["--suite", "sample", "--max_new_tokens", 1]
@@ -91,24 +89,6 @@ def test_samples_repeat_with_their_seed(folders, text_file, tmp_path, capsys):
         assert evaluate(folders["hope"], text_file, *options) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2] and "--- 2" in shown[0] and "--- 3" not in shown[0]
-
-
-# Texts.
-
-
-def test_the_text_is_what_a_training_with_these_flags_holds_out(tmp_path):
-    file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": f"document {index}"}) + "\n" for index in range(60)))
-    for options in (
-        {"validation_split_percentage": 5.0},
-        {"validation_split_percentage": 50.0},
-        {"validation_split_percentage": 20.0, "streaming": True},
-        {"validation_split_percentage": 20.0, "streaming": True, "max_eval_samples": 2},
-    ):
-        flags = {"train_file": str(file)} | options
-        held = held_out_documents(Arguments(**flags))
-        assert held.texts == open_sources(DataConfig(**flags)).validation["text"][:]
-        assert str(file) in held.source
 
 
 def test_offline_nothing_is_asked_of_the_hub(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hope_hf.evaluation import harness_tasks, main, session
+from hope_hf.evaluation import harness_tasks, main
 from hope_hf.evaluation.harness_tasks import find_tasks
 from hope_hf.evaluation.zero_shot import rows, zero_shot
 
@@ -199,21 +199,18 @@ def test_digits_are_those_of_lm_eval_on_the_path(folders, tasks, paths, subject,
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
 def test_two_processes_give_the_digits_of_one(folders, paths, subject, trusting, tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launcher += [str(ROOT / "accelerate_configs" / "ddp.yaml"), "--num_processes", "2", str(ROOT / "run_eval.py")]
+    path = os.pathsep.join([str(ROOT), *sys.path[1:]])
+    environment = os.environ | {"PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    launcher += ["--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), str(ROOT / "run_eval.py")]
     flags = ["--model_name_or_path", folders["hope"], "--suite", "zero_shot", "--tasks", paths, "--batch_size", "3"]
-    flags += ["--trust_remote_code", "--cpu_threads", "1", "--device", "cpu", "--output_dir", str(tmp_path / "two")]
+    flags += ["--trust_remote_code", "--cpu_threads", "1", "--device", "cpu", "--output_dir", str(tmp_path)]
     done = subprocess.run([*launcher, *flags], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("## zero_shot") == done.stdout.count("Report: ") == 1
-    record = json.loads((tmp_path / "two" / "results.json").read_text())
+    record = json.loads((tmp_path / "results.json").read_text())
     (two,) = record["results"]["zero_shot"]["tables"].values()
     one = table(zero_shot(trusting(tasks=paths, batch_size="3"), subject()))
-    assert [(row["task"], row["metric"]) for row in two] == [(row["task"], row["metric"]) for row in one]
     # a row rounds differently in another batch
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-6)
 
@@ -311,13 +308,6 @@ def test_documents_are_checked_before_the_model_is_asked(stock, arguments):
         with pytest.raises(ValueError, match=f"^--tasks {task}.*({words})"):
             manager.load(tasks)
         file.write_text(whole)
-
-
-def test_without_lm_eval_nothing_runs(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(session, "find_spec", lambda name: None)
-    flags = ["--suite", "sample,zero_shot", "--tasks", "piqa", "--output_dir", tmp_path / "report"]
-    assert evaluate(folders["hope"], *flags) == 2
-    assert "pip install 'hope_hf[eval]'" in capsys.readouterr().err and not (tmp_path / "report").exists()
 
 
 def test_rows_keep_filters_and_leave_out_what_is_no_score():
