@@ -17,7 +17,7 @@ from hope_hf.common.launch_file import LOW_PRECISION, check_launch_file
 from hope_hf.common.process import first_line, warn_once
 
 from .base import Engine, EngineOptions
-from .cpu import compile_communication, cpu_accelerator
+from .cpu import cpu_accelerator, leave_out_communication
 from .fsdp1 import FSDP1
 from .fsdp2 import FSDP2
 from .guard import OneSidedError, check_devices
@@ -73,7 +73,7 @@ def _make_accelerator(options: EngineOptions, trackers: list[str], wanted: str) 
     }
     on_cpu = not torch.accelerator.is_available()
     if wanted == "deepspeed" and on_cpu:
-        compile_communication()
+        leave_out_communication()
     try:
         with long_waits_told(options.ddp_timeout):
             return cpu_accelerator(wanted, settings) if on_cpu else Accelerator(**settings)

@@ -5,19 +5,13 @@ This is for tests, and for trying out a launch: the same code runs as on GPUs. W
 """
 
 import os
-import time
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hope_hf.common.process import local_processes, warn_once
-
-QUIET = 300.0
-"""Seconds without a write after which a compile that no process of this machine runs has ended."""
+from hope_hf.common.process import local_processes
 
 
 def cpu_accelerator(wanted: str, options: dict) -> Accelerator:
@@ -44,51 +38,18 @@ def _name_device():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def compile_communication():
-    """Load DeepSpeed's communication between processes on a CPU; its first start on a machine compiles it."""
+def leave_out_communication():
+    """Keep DeepSpeed from compiling its own all-reduce for CPUs at the first start on a machine, which takes minutes.
+
+    Only tensor-parallel inference calls it: training reduces through gloo.
+    """
     _name_device()
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops import __compatible_ops__
-    from torch.utils import cpp_extension
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not __compatible_ops__.get(builder.NAME, False):
-        return
-    folder = Path(os.path.realpath(cpp_extension._get_build_directory(builder.NAME, verbose=False)))
-    free_stale_lock(folder)
-    if not (folder / f"{builder.NAME}.so").exists():
-        warn_once(f"DeepSpeed compiles its communication for CPUs now, once, which takes minutes: {folder}.")
-    builder.load()
-
-
-def free_stale_lock(folder: Path):
-    """Remove the lock of a compile that was killed: torch would wait for it forever.
-
-    The folder may be shared with another machine that compiles there, so the lock must be of no process here, and
-    nothing may have been written for `QUIET`.
-    """
-    lock = folder / "lock"
-    while lock.exists() and not _is_open(lock):
-        # It changes when the lock or a compiled file is made.
-        if time.time() - folder.stat().st_mtime > QUIET:
-            lock.unlink(missing_ok=True)
-            warn_once(f"{lock} was left by a compile that was killed, and is removed.")
-            return
-        warn_once(
-            f"{lock} is of no process of this machine: this run waits until another machine has compiled, or until "
-            f"nothing was written there for {QUIET:g} s. If nothing compiles, delete it."
-        )
-        time.sleep(1)
-
-
-def _is_open(file: Path) -> bool:
-    """Linux: whether a process of this machine has the file open; else False."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        # It has been closed.
-        with suppress(OSError):
-            if os.readlink(descriptor) == str(file):
-                return True
-    return False
+    if builder is not None:
+        __compatible_ops__[builder.NAME] = False
 
 
 def _fsdp(options: dict) -> Accelerator:

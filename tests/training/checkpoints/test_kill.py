@@ -29,7 +29,6 @@ INTERVAL = 3
 FLAGS = ["--block_size", "32", "--checkpointing_steps", str(INTERVAL)]
 FLAGS += ["--logging_steps", "1", "--learning_rate", "5e-3", "--cpu_threads", "1"]
 LONGEST_DEATH = 60.0
-# DeepSpeed compiles an operation in the first run on a machine.
 LONGEST_START = 300.0
 # Launch file, processes, flags.
 ENGINES = {
