@@ -9,6 +9,7 @@ import torch
 import warm_python as warm_program
 from hub_server import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training_process import training_process
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hope_hf import HopeConfig, HopeForCausalLM
@@ -107,8 +108,6 @@ def _word_tokenizer() -> PreTrainedTokenizerFast:
 def trained_run(tmp_path_factory) -> Path:
     """The folder of a finished run of two steps with a checkpoint each; layers of every kind. Copy it to change it."""
     # imported here: most test files run without the programs
-    from accelerate.state import AcceleratorState
-
     from hope_hf.training import main as train
 
     folder = tmp_path_factory.mktemp("trained")
@@ -121,16 +120,11 @@ def trained_run(tmp_path_factory) -> Path:
     text.write_text(" ".join(f"w{index * 7 % 62}" for index in range(2000)))
     flags = ["--model_name_or_path", str(folder / "start"), "--train_file", str(text), "--block_size", "16"]
     flags += ["--max_train_steps", "2", "--checkpointing_steps", "1", "--cpu_threads", "1"]
-    threads = torch.get_num_threads()
     flags += ["--output_dir", str(folder / "run")]
-    # accelerate keeps its state in the process
-    AcceleratorState._reset_state(True)
-    with pytest.MonkeyPatch.context() as patched:
+    with training_process() as patch:
         # the command that the run notes
-        patched.setattr(sys, "argv", ["run_clm.py", *flags])
+        patch.setattr(sys, "argv", ["run_clm.py", *flags])
         assert train(flags) == 0
-    AcceleratorState._reset_state(True)
-    torch.set_num_threads(threads)
     return folder / "run"
 
 

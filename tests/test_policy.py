@@ -5,7 +5,6 @@ must refuse. A new file in a known room needs no change here; a new room or publ
 """
 
 import ast
-import graphlib
 import pkgutil
 import re
 import sys
@@ -97,11 +96,13 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "mar
 BORROWED = ("hope_hf/model/backends.py", "hope_hf.fast")
 
 
+@cache
 def files_of_tests() -> list[str]:
     """Every file of the tests, as paths from the repository's root."""
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
 
 
+@cache
 def python_files() -> list[str]:
     """Every source of the package and every program, as paths from the repository's root."""
     files = [*ROOT.glob("*.py"), *(ROOT / "hope_hf").rglob("*.py")]
@@ -302,50 +303,6 @@ def test_every_file_is_examined_and_every_room_known():
     assert sorted(room for rooms in FLOORS for room in rooms) == sorted(ROOMS)
 
 
-def test_every_room_is_on_the_lowest_floor_that_its_imports_allow():
-    found = {}
-    for file in python_files():
-        rooms = {room for _, room in imported_rooms(file, tree_of(file))}
-        found.setdefault(room_of(file), set()).update(rooms - {room_of(file)})
-    for lower, rooms in zip(FLOORS, FLOORS[1:], strict=False):
-        assert [room for room in rooms if not found[room] & lower] == []
-
-
-def circle(sources: dict[str, ast.Module]) -> list[str]:
-    """Files whose imports, also those inside functions, go round in a circle; empty if there is none."""
-
-    def file_of(module: str) -> str | None:
-        path = module.replace(".", "/")
-        return next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in sources), None)
-
-    graph = {}
-    for file, tree in sources.items():
-        imported = set()
-        for _, _, module, names in imports(file, tree):
-            siblings = [file_of(f"{module}.{name}") for name in names or ()]
-            # Where every imported name is a file, the package's own file is not needed.
-            if not siblings or None in siblings:
-                siblings.append(file_of(module))
-            imported.update(siblings)
-        graph[file] = imported - {file, None}
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return error.args[1]
-    return []
-
-
-def test_no_imports_go_round_in_a_circle():
-    assert circle({file: tree_of(file) for file in python_files()}) == []
-
-
-def test_a_circle_of_files_is_found():
-    first, second, empty = map(ast.parse, ("from .b import g", "def g():\n    from . import a", ""))
-    sources = {"hope_hf/plan/a.py": first, "hope_hf/plan/b.py": second, "hope_hf/plan/__init__.py": empty}
-    assert set(circle(sources)) == {"hope_hf/plan/a.py", "hope_hf/plan/b.py"}
-    assert circle(sources | {"hope_hf/plan/b.py": empty}) == []
-
-
 @pytest.mark.parametrize("rule", [*RULES, imports_no_test], ids=lambda rule: rule.__name__)
 def test_sources_keep_the_rule(rule):
     files = files_of_tests() if rule is imports_no_test else python_files()
@@ -384,18 +341,6 @@ def test_every_rule_can_be_broken(rule, file, source):
     assert {rule for rule, _, _ in BROKEN} == {*RULES, imports_no_test}
 
 
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("hope_hf/model/x.py", "import math\nimport torch.nn.functional as F\nfrom .continuum import LearnedRates"),
-        ("hope_hf/training/x.py", "from hope_hf import HopeCache\nfrom hope_hf.data import Data\nfrom .run import f"),
-        ("hope_hf/training/x.py", "def plot():\n    from matplotlib.figure import Figure"),
-    ],
-)
-def test_what_is_allowed_breaks_no_rule(file, source):
-    assert [breach for rule in RULES for breach in rule(file, ast.parse(source))] == []
-
-
 def test_files_of_the_hub_import_nothing_more_without_a_try(tmp_path):
     """transformers refuses a repository if a package that it finds in one of its files so is not installed."""
     everywhere = ROOMS["hope_hf/model"] | sys.stdlib_module_names
@@ -403,12 +348,6 @@ def test_files_of_the_hub_import_nothing_more_without_a_try(tmp_path):
         assert set(get_imports(file)) <= everywhere, file.name
     (tmp_path / "x.py").write_text("def f():\n    with g():\n        from fla.modules import conv")
     assert get_imports(tmp_path / "x.py") == ["fla"]
-
-
-def test_no_two_test_files_have_one_name():
-    """pytest imports them by base name, and refuses the second of a name in a run of all."""
-    names = [path.split("/")[-1] for path in files_of_tests() if path.split("/")[-1].startswith("test_")]
-    assert sorted(set(names)) == sorted(names)
 
 
 def test_the_lowest_versions_are_those_that_the_package_admits():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel
-from peft_adapters import KINDS, LAYERS, WITHOUT_LAYERS, adapted
+from peft_adapters import KINDS, LAYERS, adapted
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hope_hf.common.adapters import MERGED_KINDS
@@ -68,10 +68,6 @@ def test_every_kind_that_peft_lists_is_merged_or_refused(tied, tmp_path, kind):
     check(found, expected, tmp_path / "saved")
 
 
-def test_kinds_without_layers_are_refused():
-    assert not MERGED_KINDS & WITHOUT_LAYERS
-
-
 # Options of LoRA, and whether embedding and head stay the same.
 TIED = {
     "head": (dict(target_modules=["lm_head"]), False),
@@ -97,15 +93,6 @@ def test_an_adapter_of_one_end_of_tied_weights_leaves_the_other(tied, tmp_path, 
     assert found.config.tie_word_embeddings is stays
     assert (found.lm_head.weight is found.model.embed_tokens.weight) is stays
     check(found, expected, tmp_path / "saved")
-
-
-def test_a_llama_that_ties_is_merged_as_well(tmp_path):
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
-    model.save_pretrained(tmp_path / "base")
-    changed = adapted(model, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=False)
-    expected = save(changed, tmp_path / "base", tmp_path / "adapter")
-    check(load(tmp_path / "adapter"), expected, tmp_path / "saved")
 
 
 def test_biases_of_an_adapter_are_merged_where_a_layer_has_one(tiny_model, tmp_path):

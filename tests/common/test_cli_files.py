@@ -9,11 +9,6 @@ import pytest
 from hope_hf.common.files import flush_folder, read_small, replace_text
 
 
-def test_a_small_file_is_read(tmp_path):
-    (tmp_path / "a").write_text("Größe", encoding="utf-8")
-    assert read_small(tmp_path / "a") == "Größe"
-
-
 def test_a_named_pipe_a_folder_and_a_device_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
@@ -44,7 +39,7 @@ def refuse(monkeypatch, number: int, kind=stat.S_ISDIR):
     monkeypatch.setattr(os, "fsync", refusing)
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
 def test_a_disk_may_be_unable_to_flush_folders_and_not_files(tmp_path, monkeypatch, number):
     with monkeypatch.context() as patch:
         refuse(patch, number)

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import hope_hf
-from hope_hf.common.run_arguments import FLAGS as TRAINING_FLAGS
-from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
 from hope_hf_main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -38,17 +36,6 @@ def test_every_command_answers_help_with_its_name(name, capsys):
         main([name, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: hope-hf {name} ")
-
-
-@pytest.mark.parametrize("name, flags", [("train", TRAINING_FLAGS), ("eval", EVALUATION_FLAGS)])
-def test_help_begins_with_ten_flags_an_example_and_a_page_and_lists_each_flag_once(name, flags, capsys):
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    text = capsys.readouterr().out
-    begin, _, others = text.partition("example: ")
-    listed = re.findall(r"^  --(\w+)", begin.partition("to begin with:")[2], re.MULTILINE)
-    assert len(listed) == 10 and others.splitlines()[1].startswith("more: docs/")
-    assert sorted(listed + re.findall(r"^  --(\w+)", others, re.MULTILINE)) == sorted(flags)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -32,10 +32,10 @@ def plan(config, key: str, world: int, precision: str = "no", parts: int | None 
         ("tiny", "ddp", 1, "no", {"batch_size": 2}, 0.15),
         ("tiny", "full_shard", 4, "bf16", {"batch_size": 2, "checkpointing": "mixer"}, 0.15),
         ("llama", "ddp", 2, "bf16", {"batch_size": 2, "checkpointing": "every:2"}, 0.15),
-        ("llama", "full_shard", 4, "no", {"accumulation": 4}, 0.1),
-        ("llama", "full_shard", 4, "bf16", {"accumulation": 4, "sync_each_batch": True}, 0.1),
+        ("llama", "full_shard", 4, "no", {"accumulation": 2}, 0.1),
+        ("llama", "full_shard", 4, "bf16", {"accumulation": 2, "sync_each_batch": True}, 0.1),
         ("gpt2", "ddp", 1, "no", {"batch_size": 2, "checkpointing": "block"}, 0.15),
-        ("gpt2", "shard_grad_op", 4, "bf16", {"accumulation": 4}, 0.1),
+        ("gpt2", "shard_grad_op", 4, "bf16", {"accumulation": 2}, 0.1),
     ],
 )
 def test_arithmetic_is_near_the_simulation(name, key, world, precision, options, within):
@@ -47,15 +47,15 @@ def test_arithmetic_is_near_the_simulation(name, key, world, precision, options,
 @pytest.mark.parametrize(
     ("fields", "within"),
     [
-        ({"memory_rule": "paper"}, 0.3),
-        ({"memory_projections": ["k"]}, 0.3),
+        ({"memory_rule": "paper"}, 0.1),
+        ({"memory_projections": ["k"]}, 0.1),
         ({"layer_types": ["sparse_attention"] * 2}, 0.1),
         ({"layer_types": ["window_attention"] * 2, "sliding_window": 100, "attention_sinks": 4}, 0.1),
         ({"layer_types": ["full_attention"] * 2, "attention_bias": True, "mlp_bias": True, "use_qk_norm": True}, 0.07),
     ],
 )
 def test_other_mixers_are_near_the_simulation(fields, within):
-    arithmetic, asked = plan(small_config("clocks", num_hidden_layers=2, **fields), "ddp", 1, block_size=512)
+    arithmetic, asked = plan(small_config("clocks", num_hidden_layers=2, **fields), "ddp", 1)
     assert arithmetic.peak == pytest.approx(simulate(*asked).peak, rel=within)
 
 
@@ -67,14 +67,19 @@ def test_other_architectures_are_estimates():
 
 
 def test_whole_gradients_lie_between_accumulated_batches_in_the_dtype_of_their_sum():
-    shapes, step = shapes_of(LLAMA_7B), StepOptions(1, 256, accumulation=4)
-    fsdp = {version: Launch(fsdp_strategy(version == 1, False, 1, False), 8, 8, "bf16") for version in (1, 2)}
-    for version, dtype, size in ((2, torch.float32, 4), (2, torch.bfloat16, 2), (1, torch.float32, 2)):
-        peak = memory(LLAMA_7B, shapes, fsdp[version], replace(step, reduce_dtype=dtype))
+    shapes = shapes_of(LLAMA_7B)
+    fsdp1 = Launch(fsdp_strategy(True, False, 1, False), 8, 8, "bf16")
+    fsdp2 = Launch(fsdp_strategy(False, False, 1, False), 8, 8, "bf16")
+    step = StepOptions(1, 256, accumulation=4)
+    for launch, dtype, size in ((fsdp2, torch.float32, 4), (fsdp2, torch.bfloat16, 2), (fsdp1, torch.float32, 2)):
+        peak = memory(LLAMA_7B, shapes, launch, replace(step, reduce_dtype=dtype))
         assert peak.between_batches == size * shapes.count
-    whole, once = (memory(LLAMA_7B, shapes, fsdp[2], replace(step, accumulation=number)) for number in (4, 1))
-    assert whole.peak - once.peak > 3 * shapes.count and once.between_batches == 0
-    assert memory(LLAMA_7B, shapes, fsdp[2], replace(step, sync_each_batch=True)).between_batches == 0
+    whole = memory(LLAMA_7B, shapes, fsdp2, step)
+    once = memory(LLAMA_7B, shapes, fsdp2, replace(step, accumulation=1))
+    reduced = memory(LLAMA_7B, shapes, fsdp2, replace(step, sync_each_batch=True))
+    assert whole.peak - once.peak > 3 * shapes.count
+    assert once.between_batches == reduced.between_batches == 0
+    # DeepSpeed reduces after every batch.
     assert plan(LLAMA_7B, "zero2", 8, accumulation=4)[0].between_batches == 0
 
 
@@ -101,14 +106,6 @@ def test_levels_that_wait_hold_sums_of_gradients():
     config = small_config("clocks")
     often = plan(config, "ddp", 1, accumulation=10_000)[0].split["optimizer"]
     assert plan(config, "ddp", 1)[0].split["optimizer"] > often == 8 * shapes_of(config).count
-
-
-@pytest.mark.parametrize("key", STRATEGIES)
-def test_more_processes_never_need_more(key):
-    config, peaks = small_config("llama"), []
-    for world in (2, 4, 8, 64, 1024):
-        peaks.append(plan(config, key, world, parts=min(world, 8) if key == "hybrid_shard" else None)[0].peak)
-    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_fp16_under_deepspeed_has_copies_of_two_bytes():

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from hope_hf.plan.simulate import Step, can_simulate, simulate
 
 WORKER = Path(__file__).with_name("step_worker.py")
 SINGLE = Launch(STRATEGIES["ddp"], 1, 1)
+SIX = {"num_hidden_layers": 6}
 HYBRID = {"num_hidden_layers": 12, "layer_types": ["hope_memory", "hope_memory", "sparse_attention"] * 4}
 
 
@@ -50,7 +50,7 @@ def real_peaks(tasks: list[dict], processes: int) -> list[int]:
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-SMALLEST = [task("tiny", "full_shard"), task("llama", "full_shard", "bf16"), task("gpt2", "full_shard")]
+SMALLEST = [task("tiny", "full_shard"), task("llama", "full_shard", "bf16")]
 PEAKS = {
     "single": (1, [task("pilot", "ddp", "bf16", batch_size=2), *(task(name, "ddp") for name in SMALL)]),
     "ddp": (2, [
@@ -65,6 +65,7 @@ PEAKS = {
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(
     ("processes", "tasks"),
     [(2, SMALLEST), *(pytest.param(*case, id=name, marks=pytest.mark.long) for name, case in PEAKS.items())],
@@ -78,9 +79,9 @@ def test_simulated_peaks_are_within_5_percent_of_real_ones(processes, tasks):
 
 
 LAYERS_ADD_UP = [
-    ("llama", {}, ("full_shard", 4, "bf16"), {"batch_size": 4}),
-    ("llama", {}, ("ddp", 2, "bf16"), {"batch_size": 1}),
-    ("llama", {}, ("full_shard", 4, "no"), {"accumulation": 4, "checkpointing": "block"}),
+    ("llama", SIX, ("full_shard", 4, "bf16"), {"batch_size": 4}),
+    ("llama", SIX, ("ddp", 2, "bf16"), {"batch_size": 1}),
+    ("llama", SIX, ("full_shard", 4, "no"), {"accumulation": 2, "checkpointing": "block"}),
 ]
 MORE_LAYERS = [
     ("gpt2", {"n_layer": 8}, ("shard_grad_op", 4, "bf16"), {}),
@@ -107,7 +108,7 @@ def test_categories_shards_and_the_process_group():
     small = simulate(config, launch_of("full_shard", 4, "bf16"), step)
     assert sum(small.split.values()) == small.peak and {"weights", "optimizer", "activations"} <= small.split.keys()
     assert not dist.is_initialized()
-    assert simulate(config, launch_of("full_shard", 1024), step).split["weights"] < small.split["weights"] / 50
+    assert simulate(config, launch_of("full_shard", 64), step).split["weights"] < small.split["weights"] / 12
     # a hybrid shards inside a replica only
     hybrid = simulate(config, Launch(STRATEGIES["hybrid_shard"], 16, 4), step)
     assert hybrid.split["weights"] == small.split["weights"]
@@ -115,10 +116,8 @@ def test_categories_shards_and_the_process_group():
 
 def test_whole_gradients_between_batches_are_simulated():
     launch, config = launch_of("full_shard", 8), small_config("llama")
-    whole, reduced = (
-        simulate(config, launch, StepOptions(1, 16, accumulation=4, sync_each_batch=sync)).peak
-        for sync in (False, True)
-    )
+    whole = simulate(config, launch, StepOptions(1, 16, accumulation=4)).peak
+    reduced = simulate(config, launch, StepOptions(1, 16, accumulation=4, sync_each_batch=True)).peak
     assert whole - reduced > 0.7 * 4 * shapes_of(config).count
 
 
@@ -136,10 +135,9 @@ def test_the_step_clips_as_the_trainer_does(scale, clipped, monkeypatch):
 
 
 def test_attention_on_the_cpu_is_simulated_without_its_dropout():
-    first, second = (
-        simulate(small_config("gpt2", n_layer=1, attn_pdrop=rate), SINGLE, StepOptions(1, 512)) for rate in (0.0, 0.1)
-    )
-    assert first.peak == second.peak
+    without, with_dropout = small_config("gpt2", n_layer=1), small_config("gpt2", n_layer=1, attn_pdrop=0.1)
+    step = StepOptions(1, 512)
+    assert simulate(without, SINGLE, step).peak == simulate(with_dropout, SINGLE, step).peak
 
 
 def test_what_is_not_simulated_has_a_reason(monkeypatch):
@@ -151,11 +149,3 @@ def test_what_is_not_simulated_has_a_reason(monkeypatch):
     monkeypatch.setenv("HOPE_KERNELS", "fla")
     assert "kernels" in can_simulate(hope, SINGLE) and can_simulate(HopeConfig(memory_rule="paper"), SINGLE) is None
     assert memory(hope, shapes_of(hope), SINGLE, StepOptions(1, 2048)).peak < of_torch
-
-
-@pytest.mark.long
-def test_mid_at_2048_tokens_is_planned_within_30_seconds():
-    # Of the processor: other programs may keep it busy.
-    start = time.process_time()
-    simulate(HopeConfig.from_preset("mid"), launch_of("full_shard", 8, "bf16"), StepOptions(8, 2048))
-    assert time.process_time() - start < 30

@@ -102,6 +102,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != LATEST)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but the manifest, which has the time."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
 def truncate(path: Path):
     with path.open("r+b") as handle:
         handle.truncate(path.stat().st_size - 1)

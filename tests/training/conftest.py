@@ -4,8 +4,7 @@ import io
 import json
 import random
 import shutil
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from accelerate import PartialState
 from checkpoint_run import Run
 from engine_runs import Launches
 from safetensors.torch import load_file, save_file
-from training_runs import EVERY_FOURTH, HOPE, LLAMA, make_tokenizer, read_rows, reset_accelerate
+from training_process import Finished, reset_accelerate, training_process
+from training_runs import EVERY_FOURTH, HOPE, LLAMA, make_tokenizer, read_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hope_hf.data.prepare import main as prepare
@@ -85,61 +85,39 @@ def train(folder: Path, data: list[str], *flags, model: list[str]) -> tuple[int,
     return status, read_rows(folder)
 
 
-@pytest.fixture(scope="session")
-def _own_process():
-    """What a run changes in its process is undone; the sample at its end is short, since it takes long."""
-
-    @contextmanager
-    def changes():
-        threads = torch.get_num_threads()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(finish, "SAMPLE_TOKENS", 4)
-            yield
-        reset_accelerate()
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(False)
-
-    return changes
-
-
 @pytest.fixture
-def run(tmp_path, corpus, _own_process):
+def run(tmp_path, corpus):
     """`run(name, *flags, model=LLAMA)` trains in `tmp_path/name` on the corpus and returns (exit status, rows)."""
-    with _own_process(), pytest.MonkeyPatch.context() as patch:
+    with training_process() as patch:
         patch.setattr(finish, "draw_curves", lambda *arguments: None)
         yield lambda name, *flags, model=LLAMA, data=corpus: train(tmp_path / name, data, *flags, model=model)
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A run of 8 steps with its checkpoints 4 and 8. Tests that change it take a copy."""
-
-    folder: Path
-    rows: list[dict]
-    printed: str
-
-    def copy(self, folder: Path) -> Path:
-        return Path(shutil.copytree(self.folder, folder, symlinks=True))
-
-
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, corpus, _own_process):
+def trained(tmp_path_factory, corpus):
     """`trained("hope")` or `trained("llama")`: a finished run, made once; `EVERY_FOURTH` are its flags."""
-    made = {}
+    runs = {}
 
     def of(kind: str) -> Finished:
-        if kind not in made:
+        if kind not in runs:
             folder, printed = tmp_path_factory.mktemp("trained") / kind, io.StringIO()
             model = {"hope": HOPE, "llama": LLAMA}[kind]
-            with _own_process(), pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            with training_process() as patch, redirect_stdout(printed):
                 # The test that is the first to ask may have left the picture out.
                 patch.setattr(finish, "draw_curves", draw_curves)
                 status, rows = train(folder, corpus, *EVERY_FOURTH, model=model)
             assert status == 0
-            made[kind] = Finished(folder, rows, printed.getvalue())
-        return made[kind]
+            runs[kind] = Finished(folder, rows, printed.getvalue())
+        return runs[kind]
 
     return of
+
+
+@pytest.fixture
+def fresh_accelerate():
+    reset_accelerate()
+    yield
+    reset_accelerate()
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from pytest import MonkeyPatch
-from training_runs import forget_the_end, fp16_on_cpu, read_rows, reset_accelerate
+from training_process import reset_accelerate
+from training_runs import forget_the_end, fp16_on_cpu, read_rows
 
 from hope_hf.training import finish, main, setup, trainer
 from hope_hf.training.preflight import run as preflight

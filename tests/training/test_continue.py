@@ -2,14 +2,11 @@
 
 import json
 import math
-import shlex
 import shutil
-import sys
 
 import pytest
 import torch
 from accelerate import PartialState
-from safetensors.torch import load_file
 from training_runs import EVERY_FOURTH, HOPE, curve
 from transformers import get_scheduler
 
@@ -114,7 +111,7 @@ def test_rate_batch_and_schedule_change_only_when_asked(run, tmp_path, capsys):
     assert status == 0 and "learning_rate was 0.005 and is now 0.001" in told
     assert "rows_per_step was 4 and is now 2" in told and "weight_decay was 0.1" in told and "0.000666" in told
     assert rates(rows) == pytest.approx([1e-3 * (6 - step) / 6 for step in (2, 3, 4, 5)])
-    assert [row["tokens"] for row in rows if "train/loss" in row] == [2 * 128 + 64 * n for n in (1, 2, 3, 4)]
+    assert curve(rows, "tokens")[:4] == [256 + 64, 256 + 128, 256 + 192, 256 + 256]
     # Two of four calls are four of eight now, and level 0 has just stepped.
     assert curve(rows, "level/0/tokens_since_update") == [64, 128, 192, 0]
     assert curve(rows, "level/1/tokens_since_update") == [320, 384, 448, 0]
@@ -132,21 +129,6 @@ def test_a_clock_keeps_its_share_of_the_period_and_its_mean_gradient(before, now
     tick = torch.tensor(5)
     _read_other_period(Saved, held, {"tick": tick}, before, now)
     assert tick == kept and held.tensors["gradient_sum"].tolist() == [2.5 * kept] * 3
-
-
-@pytest.mark.parametrize("before, now", [(1, 4), (4, 1)])
-def test_a_clock_that_begins_or_ends_waits_for_nothing(before, now):
-    class Saved:
-        @staticmethod
-        def read_into(held, scalars):
-            assert "tick" not in scalars or before > 1
-            assert "gradient_sum" not in held.tensors or before > 1
-
-    has_clock = now > 1
-    tensors = {"gradient_sum": torch.ones(3)} if has_clock else {}
-    scalars = {"tick": torch.tensor(5)} if has_clock else {}
-    _read_other_period(Saved, Slice(("w",), torch.Size([3]), 0, tensors, is_copy=False), scalars, before, now)
-    assert not has_clock or (scalars["tick"] == 0 and not tensors["gradient_sum"].any())
 
 
 def test_a_batch_cannot_change_where_rows_continue_each_other(run, tmp_path, capsys):
@@ -168,7 +150,8 @@ def test_the_rates_of_a_run_are_those_of_transformers(kind):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
     (expected,) = get_scheduler(kind, optimizer, num_warmup_steps=5, num_training_steps=50).lr_lambdas
     found = schedule_of(flags(lr_scheduler_type=kind), 50).fractions(2e-3)
-    assert [found(step) for step in range(51)] == [expected(step) for step in range(51)]
+    for step in range(51):
+        assert found(step) == expected(step), step
 
 
 def test_a_schedule_that_has_ended_keeps_its_last_rate():
@@ -225,19 +208,18 @@ def test_the_model_of_the_best_evaluation_is_kept(run, tmp_path, monkeypatch, ca
     losses = iter([6.0, 5.0, 5.5, 5.2, 4.0])
     evaluate = trainer.evaluate
     monkeypatch.setattr(trainer, "evaluate", lambda *options: evaluate(*options) | {"eval/loss": next(losses)})
-    flags = ["--eval_steps", 2, "--eval_on_start", "--keep_best", "eval/loss", "--max_train_steps", 6]
-    status, rows = run("a", *flags, "--stop_after", 5)
-    assert status == 0 and [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4]
+    flags = ["--eval_steps", 2, "--eval_on_start", "--keep_best", "eval/loss", "--max_train_steps"]
+    status, rows = run("a", *flags, 6, "--stop_after", 5)
+    assert status == 0 and curve(rows, "eval/loss") == [6.0, 5.0, 5.5]
     best = tmp_path / "a/best"
-    found = read_manifest(best)
-    assert (found.step, found.facts["value"], found.facts["only_model"]) == (2, 5.0, True)
-    before = (best / "model.safetensors").read_bytes()
+    manifest = read_manifest(best)
+    assert (manifest.step, manifest.facts["value"], manifest.facts["only_model"]) == (2, 5.0, True)
     # A continued run compares with the best of before.
-    assert run("a", *flags)[0] == 0 and read_manifest(best).step == 2
-    assert (best / "model.safetensors").read_bytes() == before
-    assert run("a", *flags, "--max_train_steps", 8)[0] == 0 and read_manifest(best).step == 8
-    final, kept = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", best))
-    assert all(torch.equal(kept[name], tensor) for name, tensor in final.items())
+    assert run("a", *flags, 6)[0] == 0
+    assert read_manifest(best).step == 2
+    assert run("a", *flags, 8)[0] == 0
+    assert read_manifest(best).step == 8
+    assert (best / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
     assert run("b", "--resume_from_checkpoint", best)[0] == 2
     assert "holds the model alone" in capsys.readouterr().err
 
@@ -266,15 +248,6 @@ def test_what_is_kept_for_good_stays_under_later_commands(run, tmp_path):
     assert record["keep_every"] == [3, 5] and len(record["commands"]) == 3
     with pytest.warns(UserWarning, match="--keep_every 3 keeps a checkpoint every 6 steps"):
         parse(["--output_dir", "x", "--keep_every", "3", "--checkpointing_steps", "2"])
-
-
-def test_a_refused_command_names_the_last_of_the_run(run, monkeypatch, capsys):
-    flags = [*EACH, "--max_train_steps", 2]
-    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", "--seed", "my seed"])
-    assert run("a", *flags)[0] == 0
-    monkeypatch.setattr(sys, "argv", ["hope-hf", "train", "--seed", "of another command"])
-    assert run("a", *flags, "--seed", 9)[0] == 2
-    assert shlex.join(["hope-hf", "train", "--seed", "my seed"]) in capsys.readouterr().err
 
 
 def test_a_kill_between_two_names_loses_no_best_model(tmp_path):

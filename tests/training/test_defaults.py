@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import read_rows, reset_accelerate
+from training_process import training_process
+from training_runs import read_rows
 
 from hope_hf.common import defaults
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.data.build import unigram_loss
 from hope_hf.plan.parsing import parse as plan
-from hope_hf.training import finish, main
+from hope_hf.training import main
 from hope_hf.training.parsing import parse
 
 SIZED = ("block_size", "per_device_train_batch_size", "learning_rate", "num_train_epochs")
@@ -37,8 +38,8 @@ def values(words: list, folder: Path) -> dict:
 
 @pytest.mark.parametrize("size, epochs", [(1000, 10), (300_000, 4), (1_000_000, 2), (9_000_000, 1)])
 def test_a_small_text_gets_small_steps_and_several_passes(size, epochs, tmp_path):
-    found = values(["--train_file", text_of(size, tmp_path)], tmp_path)
-    assert found == dict(zip(SIZED, (256, 4, 2e-3, epochs), strict=True))
+    expected = {"block_size": 256, "per_device_train_batch_size": 4, "learning_rate": 2e-3, "num_train_epochs": epochs}
+    assert values(["--train_file", text_of(size, tmp_path)], tmp_path) == expected
 
 
 def test_a_wide_model_gets_a_lower_rate(tmp_path):
@@ -52,15 +53,23 @@ def test_rows_of_a_deepspeed_json_are_given(tmp_path, monkeypatch):
     assert values(["--train_file", text_of(1000, tmp_path)], tmp_path)["per_device_train_batch_size"] == 8
 
 
-@pytest.mark.parametrize("words", [[], ["--block_size", "64"], ["--config_overrides", "vocab_size=300"]])
-@pytest.mark.parametrize("size", [1000, 20_000_000])
-def test_the_planner_takes_the_same_values(size, words, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "words", "block_size", "vocab_size"),
+    [
+        (1000, [], 256, defaults.VOCABULARY),
+        (1000, ["--block_size", "64"], 64, defaults.VOCABULARY),
+        (1000, ["--config_overrides", "vocab_size=300"], 256, 300),
+        (20_000_000, [], 1024, 4096),
+    ],
+)
+def test_the_planner_takes_the_same_values(size, words, block_size, vocab_size, tmp_path):
     words = ["--train_file", text_of(size, tmp_path), *words]
-    run, question = parse([*words, "--output_dir", str(tmp_path / "run")]), plan(words)
-    assert question.step.block_size == run.block_size or (run.block_size, question.step.block_size) == (None, 1024)
+    run = parse([*words, "--output_dir", str(tmp_path / "run")])
+    question = plan(words)
+    # None: the trainer chooses it with the model.
+    assert question.step.block_size == block_size == (run.block_size or 1024)
     assert question.step.batch_size == run.per_device_train_batch_size
-    chosen = run.defaults.get(defaults.VOCAB_SIZE)
-    assert question.config.vocab_size == (300 if "vocab_size=300" in words else chosen.value if chosen else 4096)
+    assert question.config.vocab_size == vocab_size
     assert question.defaults.items() <= run.defaults.items()
 
 
@@ -103,10 +112,9 @@ def test_a_run_with_default_flags_beats_a_unigram_and_says_so(tmp_path, monkeypa
     (tmp_path / "book.txt").write_text("\n<|endoftext|>\n".join(documents))
     flags = ["--train_file", str(tmp_path / "book.txt"), "--config_overrides", MODEL, "--cpu_threads", "1"]
     folder = tmp_path / "run"
-    monkeypatch.setattr(finish, "SAMPLE_TOKENS", 4)
-    reset_accelerate()
-    assert main([*flags, "--output_dir", str(folder)]) == 0
-    reset_accelerate()
+    flags += ["--output_dir", str(folder)]
+    with training_process():
+        assert main(flags) == 0
     record, printed = json.loads((folder / "run.json").read_text()), capsys.readouterr().out
     expected = {"block_size": 256, "per_device_train_batch_size": 4, "learning_rate": 2e-3, "num_train_epochs": 10.0}
     assert record["defaults"] == expected | {"vocab_size": defaults.VOCABULARY}
@@ -118,7 +126,6 @@ def test_a_run_with_default_flags_beats_a_unigram_and_says_so(tmp_path, monkeypa
     # It goes on with its own values when the defaults change.
     (folder / "run.json").write_text(json.dumps(record | {"complete": False}))
     monkeypatch.setattr(defaults, "RATE", 1e-3)
-    assert main([*flags, "--output_dir", str(folder)]) == 0
-    reset_accelerate()
+    with training_process():
+        assert main(flags) == 0
     assert json.loads((folder / "run.json").read_text())["identity"] == record["identity"]
-    torch.set_flush_denormal(False)

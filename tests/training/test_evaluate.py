@@ -25,11 +25,15 @@ def test_an_evaluation_ends_between_two_batches(one_cpu_process):
     batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "labels": torch.zeros(1, 3, dtype=torch.long)}
     model, read = torch.nn.Linear(1, 1), []
     model.forward = lambda input_ids, **more: read.append(input_ids) or SimpleNamespace(logits=torch.zeros(1, 3, 4))
-    data = SimpleNamespace(validation=[batch] * 5, validation_bytes_per_token=None)
+    data = SimpleNamespace(validation=[batch] * 5, validation_bytes_per_token=2.0)
     accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
     assert evaluate(model, data, accelerator, stopped=lambda: len(read) == 2) is None
     assert len(read) == 2 and model.training
-    assert evaluate(model, data, accelerator)["eval/loss"] == pytest.approx(1.3862944) and len(read) == 7
+    metrics = evaluate(model, data, accelerator)
+    assert len(read) == 7
+    # ln 4 a token, which stands for two bytes
+    assert metrics["eval/loss"] == pytest.approx(1.3862944)
+    assert metrics["eval/bits_per_byte"] == pytest.approx(1.0)
 
 
 def test_ctrl_c_ends_an_evaluation_inside_training(run, tmp_path, monkeypatch, capsys):

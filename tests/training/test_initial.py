@@ -47,15 +47,6 @@ def test_the_processes_of_each_machine_count(monkeypatch):
         initial.check_host_memory(10, engine)
 
 
-def test_weights_that_stay_in_their_file_need_no_memory(tmp_path):
-    for dtype, size in ((torch.float32, 0), (torch.bfloat16, 4)):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG), dtype=dtype)
-        model.save_pretrained(tmp_path / str(dtype))
-        args = Arguments(model_name_or_path=str(tmp_path / str(dtype)))
-        assert initial.built_bytes(args, model.config, False) == size * model.num_parameters()
-        assert initial.built_bytes(args, model.config, True) == 4 * model.num_parameters()
-
-
 def test_weights_in_another_form_are_refused(tmp_path):
     """Mixtral's experts are separate in the files of the Hub."""
     config = AutoConfig.for_model("mixtral", **CONFIG | {"num_local_experts": 2, "num_key_value_heads": 2})
@@ -119,9 +110,9 @@ def test_blocks_are_drawn_one_after_the_other_and_queries_begin_as_keys(monkeypa
     held = []
     monkeypatch.setattr(DrawnValues, "_take", watched(DrawnValues._take, held))
     values = drawn(CONFIGS["hope"]())
-    (key_map, query_map), (keys, queries) = (
-        [values[f"model.layers.1.mixer.{which}_{name}.weight"] for which in "kq"] for name in ("proj", "conv1d")
-    )
+    mixer = "model.layers.1.mixer."
+    key_map, query_map = values[f"{mixer}k_proj.weight"], values[f"{mixer}q_proj.weight"]
+    keys, queries = values[f"{mixer}k_conv1d.weight"], values[f"{mixer}q_conv1d.weight"]
     assert key_map.std() > 0 and torch.equal(key_map, query_map)
     assert keys.std() > 0 and torch.equal(keys[..., :-1], queries[..., 1:])
     assert not torch.equal(key_map, values["model.layers.0.mixer.k_proj.weight"])

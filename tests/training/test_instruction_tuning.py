@@ -1,13 +1,12 @@
 """Fine-tuning on chats by `recipes/chat.yaml`, and LoRA."""
 
 import json
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PeftModel
-from training_runs import ROOT, curve, forget_the_end, make_tokenizer
+from training_runs import ROOT, curve, forget_the_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hope_hf.common.adapters import require_peft_for_training
@@ -15,7 +14,6 @@ from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import load_config
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.common.weights import load_model
-from hope_hf.data import ChatTemplate, filled_chats
 from hope_hf.evaluation import main as evaluate
 from hope_hf.export.folder import load_source
 from hope_hf.training.parsing import parse
@@ -35,14 +33,6 @@ def chats(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": chat, "note": chat[1]["content"]}) + "\n" for chat in CHATS))
     return ["--train_file", str(file)]
-
-
-def test_the_recipe_is_read_without_a_warning(chats):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        args = parse([RECIPE])
-    assert (args.output_dir, args.model_name_or_path, args.train_file) == ("runs/chat", "runs/demo", "chats.jsonl")
-    assert args.assistant_only_loss and not args.trust_remote_code
 
 
 def load(folder):
@@ -78,27 +68,18 @@ def test_the_recipe_teaches_a_model_to_answer_and_resumes(run, trained, tmp_path
 
     # Its own held-out chats, as text.
     capsys.readouterr()
-    assert evaluate(["--model_name_or_path", str(tmp_path / "chat"), "--suite", "perplexity,sample"]) == 0
+    assert evaluate(["--model_name_or_path", str(tmp_path / "chat"), "--suite", "sample"]) == 0
     assert "User: abc" in capsys.readouterr().out
 
 
-def test_filled_chats_lack_the_token_that_begins_each_document():
-    tokenizer = make_tokenizer(["a b"])
-    tokenizer.bos_token = "<s>"
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}"
-    ((text, ids),) = filled_chats(ChatTemplate(tokenizer), [json.dumps(CHATS[0])])
-    assert text == f"abc 0 def?|{CHATS[0][1]['content']}|"
-    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize(("rows", "warnings"), [(16, 1), (1, 0)])
-def test_a_loaded_model_with_few_steps_an_epoch_gets_a_warning(rows, warnings, recwarn):
+def test_a_loaded_model_with_few_steps_an_epoch_gets_a_warning(recwarn):
     """However many steps the run has: 60 KB of chats must not be read in three large steps."""
     data = SimpleNamespace(block_size=1024, train_tokens=100_000)
     args = Arguments(model_name_or_path="runs/demo", max_train_steps=120)
-    _warn_of_few_steps(args, data, tokens_per_step=rows * 1024, total_steps=120)
-    assert len(recwarn) == warnings
-    assert all("An epoch has 6 step(s)" in str(warning.message) for warning in recwarn)
+    _warn_of_few_steps(args, data, tokens_per_step=1024, total_steps=120)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="An epoch has 6 step"):
+        _warn_of_few_steps(args, data, tokens_per_step=16 * 1024, total_steps=120)
 
 
 def test_lora_trains_is_saved_as_an_adapter_resumes_and_is_evaluated(run, trained, tmp_path, chats):
@@ -125,13 +106,6 @@ def test_lora_trains_is_saved_as_an_adapter_resumes_and_is_evaluated(run, traine
     direct = AutoModelForCausalLM.from_pretrained(tmp_path / "lora").eval()
     for adapted in (load(tmp_path / "lora"), direct, load_source(tmp_path / "lora")[0]):
         torch.testing.assert_close(adapted(ids).logits, expected, rtol=0, atol=1e-5)
-    # An adapter of the merged model.
-    second = [RECIPE, "--model_name_or_path", str(tmp_path / "lora"), "--lora_rank", "2", "--max_train_steps", "1"]
-    status, more = run("second", *flags, model=second, data=chats)
-    assert status == 0 and curve(more)[0] < losses[0] - 0.2
-    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tmp_path / "lora")
-    assert load(tmp_path / "second")(ids).logits.isfinite().all()
 
 
 def test_peft_is_needed_in_a_version_that_transformers_takes(monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_runs import LLAMA, ROOT, curve, read_rows
+from training_runs import LLAMA, ROOT, curve, free_port, read_rows
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -68,8 +67,7 @@ def last_step(folder: Path) -> int:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_run_outlives_a_lost_machine(number, machine, run, tmp_path, corpus):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     folder, flags = tmp_path / "two", [*LLAMA, *corpus, *SMALL, *STEPS, "--per_device_train_batch_size", "2"]
     machines = [machine(place, port, folder, flags) for place in (0, 1)]
     deadline = time.monotonic() + LONGEST

@@ -1,18 +1,14 @@
-"""A new kind of layer is a class and a line: this one trains, packs, generates, saves, shards and is planned."""
+"""A new kind of layer is a class and a line: this one trains, is loaded, packs and is planned."""
 
 import json
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from training_runs import HOPE
 
-from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
+from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.model.layers import LearnedFactors, Mixer
 from hope_hf.model.mixers import MIXERS, register
 from hope_hf.plan import main as plan
@@ -54,15 +50,6 @@ class ToyMixer(Mixer, nn.Module):
             sums.append(total)
         output = self.o_proj(plan.to_tokens(torch.stack(sums, dim=1)))
         return output, ToyState(total) if need_state else None
-
-    @staticmethod
-    def check_state(state, config, dtype):
-        if state.total.shape[-1] != config.hidden_size:
-            raise ValueError(f"the cache holds sums of width {state.total.shape[-1]}")
-
-    @staticmethod
-    def tensor_parallel_maps(config):
-        return dict.fromkeys(("v_proj", "o_proj"), "colwise_gather_output")
 
     @staticmethod
     def mixing_flops(config, sequence_length):
@@ -113,45 +100,6 @@ def test_packed_documents_are_read_as_if_each_were_alone(model):
     packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(text, use_cache=False).logits for text in (first, second)], dim=1)
     torch.testing.assert_close(packed, alone)
-
-
-@pytest.mark.parametrize("implementation", ["dynamic", "static"])
-def test_it_generates_with_a_cache(model, implementation):
-    text = ids(2, 9)
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=63)
-    made = model.generate(text, cache_implementation=implementation, disable_compile=True, **options)
-    assert torch.equal(made, model.generate(text, use_cache=False, **options))
-
-
-def test_its_cache_is_saved_and_one_of_another_width_is_refused(model, tiny_model, tmp_path):
-    cache = HopeCache(model.config)
-    with torch.no_grad():
-        whole = model(ids(1, 12)).logits
-        model(ids(1, 12)[:, :5], cache=cache)
-        cache.save_pretrained(tmp_path, model)
-        loaded = HopeCache.from_pretrained(tmp_path, model)
-        assert isinstance(loaded.layers[0].state, ToyState)
-        torch.testing.assert_close(model(ids(1, 12)[:, 5:], cache=loaded).logits, whole[:, 5:])
-    wider = tiny_model(torch.float64, layer_types=["toy", "full_attention"], hidden_size=64)
-    with pytest.raises(ValueError, match="the cache holds sums of width 32"):
-        wider(ids(1, 2), cache=cache)
-
-
-def test_it_shards_and_is_saved_whole(model, tmp_path):
-    model, text = model.float(), ids(1, 9)
-    expected = model(text, use_cache=False).logits
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model(text, labels=text, use_cache=False).loss.backward()
-        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        model.save_pretrained(tmp_path, state_dict=weights)
-    finally:
-        dist.destroy_process_group()
-    assert torch.equal(HopeForCausalLM.from_pretrained(tmp_path)(text, use_cache=False).logits, expected)
 
 
 def test_it_is_planned(capsys, model):

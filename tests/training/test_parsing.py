@@ -5,36 +5,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-from hope_hf.common import process
 from hope_hf.common.flags import TEXT_SOURCES
 from hope_hf.common.recipe import MODELS, read_recipe
 from hope_hf.common.recompute import parse_recomputed
 from hope_hf.common.run_arguments import FLAGS
 from hope_hf.training.parsing import parse, repo_id
-
-# The flags that the project promises, besides --output_dir and --document_boundary.
-PROMISED = """
-model_name_or_path model_type config_name config_overrides tokenizer_name trust_remote_code attn_implementation
-dataset_mixture train_shards
-dataset_name dataset_config_name train_file validation_file validation_split_percentage max_train_samples
-text_column on_bad_rows assistant_only_loss long_chats lora_rank lora_alpha
-max_eval_samples streaming shuffle_buffer_size preprocessing_num_workers block_size per_device_train_batch_size
-gradient_accumulation_steps learning_rate vector_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
-train_only max_grad_norm max_train_steps num_train_epochs lr_scheduler_type num_warmup_steps optimizer level_optimizers
-gradient_checkpointing torch_compile sync_each_batch fsdp_reduce_dtype fsdp_limit_all_gathers fsdp_prefetch tf32
-cpu_threads logging_steps eval_steps checkpointing_steps save_total_limit async_save save_only_model
-save_sharded init checkpoint_hook dry_run
-resume_from_checkpoint ignore_data_skip stop_after keep_best keep_every eval_on_start lr_scheduler_kwargs
-lr_scheduler_steps seed ddp_timeout watchdog_seconds ram_report_steps profile_steps
-report_to run_name project_name dataloader_num_workers dataloader_pin_memory push_to_hub
-hub_model_id hub_private_repo
-""".split()
-
-
-def test_flags_are_exactly_the_promised_ones():
-    assert sorted(FLAGS) == sorted([*PROMISED, "output_dir", "document_boundary"])
 
 
 def test_flags_override_the_recipe_and_the_recipe_the_defaults(tmp_path):
@@ -76,7 +52,6 @@ def test_another_text_replaces_all_that_the_recipe_says_about_its_own(tmp_path, 
 @pytest.mark.parametrize(
     "recipe, words, files",
     [
-        ("", ["--train_file", "a"], ("a", None)),
         ("", ["--train_file", "a", "b", "--train_file=c"], (["a", "b", "c"], None)),
         ("train_file: [a, b]\nvalidation_file: [c]\n", [], (["a", "b"], "c")),
         ("train_file: [a, b]\nvalidation_file: c\n", ["--validation_file", "d"], (["a", "b"], "d")),
@@ -105,10 +80,8 @@ def test_another_model_replaces_all_that_the_recipe_says_about_its_own(tmp_path,
     [
         ("", [], ("none", 1)),
         ("", ["--gradient_checkpointing"], ("block", 1)),
-        ("", ["--gradient_checkpointing", "False"], ("none", 1)),
         ("", ["--gradient_checkpointing", "mixer"], ("mixer", 1)),
-        ("", ["--gradient_checkpointing=every:3"], ("block", 3)),
-        ("gradient_checkpointing: true", [], ("block", 1)),
+        ("gradient_checkpointing: true", ["--gradient_checkpointing", "False"], ("none", 1)),
         ("gradient_checkpointing: every:2", [], ("block", 2)),
     ],
 )
@@ -153,7 +126,6 @@ IGNORED = [
     ["--num_train_epochs", "2", "--max_train_steps", "9"],
     ["--run_name", "mine"],
     ["--shuffle_buffer_size", "9"],
-    ["--hub_model_id", "me/model"],
     ["--hub_private_repo"],
     ["--lora_alpha", "8"],
     ["--text_column", "body"],
@@ -174,24 +146,19 @@ def test_an_ignored_flag_warns(words, tmp_path, monkeypatch):
 # The words of a command line, and what the sentence names.
 WRONG = [
     (["--learnin-rate=1"], "did you mean --learning_rate?"),
-    (["--max_train_step", "1"], "did you mean --max_train_steps?"),
     (["--max_steps", "5"], "use --max_train_steps"),
     (["--fp16=True"], "mixed_precision"),
     (["--seed", "1", "more"], "Unexpected argument 'more'"),
     (["--seed", "one"], "--seed"),
     (["--seed", "4294967296"], "--seed is 4294967296"),
     (["--optimizer", "sgd"], "--optimizer"),
-    (["--lr_scheduler_type", "reduce_lr_on_plateau"], "--lr_scheduler_type"),
     (["--lr_scheduler_type", "polynomial", "--learning_rate", "1e-8"], "--lr_scheduler_type polynomial"),
     (["--push_to_hub", "--hub_model_id", "a/b/c"], "--hub_model_id 'a/b/c'"),
     (["--push_to_hub", "--save_sharded"], "--save_sharded"),
     (["--block_size", "0"], "--block_size is 0"),
-    (["--gradient_checkpointing", "all"], "is 'all'"),
     (["--gradient_checkpointing", "every:0"], "--gradient_checkpointing is 'every:0'"),
     (["--learning_rate", "nan"], "--learning_rate is nan"),
-    (["--vector_learning_rate", "0"], "--vector_learning_rate is 0.0"),
     (["--adam_beta2", "1"], "--adam_beta2 is 1.0"),
-    (["--weight_decay", "inf"], "--weight_decay is inf"),
     (["--watchdog_seconds", "1e300"], "--watchdog_seconds is 1e+300"),
     (["--validation_split_percentage", "100"], "is 100.0"),
     (["--run_name", ""], "--run_name is ''"),
@@ -215,13 +182,6 @@ def test_one_sentence_for_a_wrong_command_line(words, named):
     assert named in refused(words)
 
 
-def test_own_warnings_are_sentences_and_others_keep_their_place():
-    own, foreign = (str(Path(module.__file__)) for module in (process, torch))
-    assert process._as_sentence("Mind this.", UserWarning, own, 7) == "warning: Mind this.\n"
-    assert f"{foreign}:7" in process._as_sentence("Mind this.", UserWarning, foreign, 7)
-    assert f"{own}:7" in process._as_sentence("Mind this.", DeprecationWarning, own, 7)
-
-
 def test_the_upload_is_named_after_the_folder_or_by_its_flag(tmp_path):
     words = ["--output_dir", str(tmp_path / "books"), "--push_to_hub"]
     assert repo_id(parse(words)) == "books"
@@ -239,22 +199,17 @@ RECIPES = [
     ("learnin_rate: 1", "did you mean learning_rate?"),
     ("- a list", "must hold lines of the form"),
     ("seed: [1, 2", "cannot be read"),
-    ("seed: many", "--seed"),
     ("seed: 1\nblock_size: 8\nseed: 2", "'seed' comes twice"),
-    ("level_optimizers: {0: {lr_factor: 1, lr_factor: 2}}", "'lr_factor' comes twice"),
     ("run_name: &a [x]\nproject_name: *a", "write *a out"),
     ("level_optimizers: {0: 2020-01-01}", "level_optimizers that is not JSON"),
     ("seed: \x00", "cannot be read"),
     ("a: " * 9 + "[" * 100_000, "cannot be read"),
     ("[a]: 1", "cannot be read"),
     ("<<: {seed: 1}", "<<"),
-    ("seed: [1, 2]", ONE_VALUE),
     ("seed:", ONE_VALUE),
-    ("run_name: {a: 1}", ONE_VALUE),
     ("run_name: !!set {a}", ONE_VALUE),
     ('gradient_checkpointing: "--dry_run"', ONE_VALUE),
     ('run_name: "a\\0b"', "--run_name"),
-    ("weight_decay: .inf", "--weight_decay is inf"),
     ("bf16: true", "mixed_precision: bf16"),
 ]
 

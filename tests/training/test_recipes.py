@@ -84,11 +84,9 @@ def test_a_recipe_is_read_without_a_warning_and_names_what_matters(name):
     assert not args.trust_remote_code
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in {*SECOND, *SECOND.values()}])
+@pytest.mark.parametrize("name", [*FOR_A_CPU, "pilot"])
 def test_a_recipe_trains(name, run, texts):
     flags = [*made_small(name, texts), "--max_train_steps", "2"]
-    # Flash attention needs a GPU, and parts need several processes.
-    flags += ["--attn_implementation", "sdpa", "--init", "whole"] if name == "llama_7b" else []
     status, rows = run("run", *flags, model=[str(RECIPES[name])], data=[])
     assert status == 0 and len(curve(rows)) == 2 and rows[-1]["eval/loss"] > 0
 
@@ -104,44 +102,42 @@ def test_a_second_phase_begins_from_the_weights_of_the_first(name, run, texts, t
     assert status == 0 and curve(after)[0] < curve(before)[0] - 0.1
 
 
-def own_shape(name: str) -> list[str]:
-    """Flags that give a recipe its own batch and length back, and its model a vocabulary of a real size."""
+def own_shape(name: str, texts, first) -> list[str]:
+    """Flags that give a recipe its own batch and length, a vocabulary of a real size and a small text."""
     recipe = {"gradient_accumulation_steps": 1} | content(name)
-    names = ("block_size", "per_device_train_batch_size", "gradient_accumulation_steps", "max_train_steps")
-    flags = [word for key in names for word in (f"--{key}", str(recipe[key]))]
-    shape = [recipe["config_overrides"]] if "config_overrides" in recipe else []
-    return [*flags, "--config_overrides", ",".join([*shape, "vocab_size=32000"])]
+    flags = ["--dataloader_num_workers", "0", "--tokenizer_name", str(texts / "tokenizer"), *own_text(name, texts)]
+    # So that a block of validation is full.
+    flags += ["--validation_split_percentage", "50"]
+    for key in ("block_size", "per_device_train_batch_size", "gradient_accumulation_steps", "max_train_steps"):
+        flags += [f"--{key}", str(recipe[key])]
+    if name in SECOND:
+        HopeConfig.from_preset(SECOND[name], vocab_size=32_000).save_pretrained(first)
+        return [*flags, "--model_name_or_path", str(first)]
+    # Flash attention needs a GPU.
+    flags += ["--attn_implementation", "sdpa"] if name == "llama_7b" else []
+    sizes = recipe.get("config_overrides", "")
+    return [*flags, "--config_overrides", f"{sizes},vocab_size=32000".lstrip(",")]
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in FOR_A_CPU])
 def test_the_dry_run_of_a_large_recipe_up_to_its_step(name, run, capsys, texts, tmp_path, monkeypatch):
-    """Data, model, optimizer and checks in full size, the model without numbers, since it is too large for the memory.
+    """Data, model, optimizer and checks in full size, on a machine that does not hold the model.
 
     tests/plan/test_pages.py simulates the step.
     """
-
-    # A machine that does not hold the model.
     monkeypatch.setattr(initial, "free_memory", lambda device: 2**20)
     room = FreeMemory(device=2**30, host=2**30, disk=2**44)
     monkeypatch.setattr(preflight, "read_free_memory", lambda *run: room)
-    flags = [*own_shape(name), "--dataloader_num_workers", "0", "--tokenizer_name", str(texts / "tokenizer")]
     if name in SECOND:
-        first = HopeConfig.from_preset(SECOND[name], vocab_size=32_000)
-        first.save_pretrained(tmp_path / "first")
         monkeypatch.setattr(setup, "built_bytes", lambda *run: 2**30)
-        flags = [*flags[: flags.index("--config_overrides")], "--tokenizer_name", str(texts / "tokenizer")]
-        flags += ["--dataloader_num_workers", "0", "--model_name_or_path", str(tmp_path / "first")]
-    # So that a block of validation is full.
-    flags += [*own_text(name, texts), "--validation_split_percentage", "50"]
-    # Flash attention needs a GPU.
-    flags += ["--attn_implementation", "sdpa"] if name == "llama_7b" else []
+    flags = own_shape(name, texts, tmp_path / "first")
     status, _ = run("dry", *flags, "--dry_run", model=[str(RECIPES[name])], data=[])
     printed = capsys.readouterr().out
-    found = {check: level for level, check in re.findall(r"^(ok|warn|fail) +(\w+) +", printed, re.MULTILINE)}
-    assert status == 1 and [*found] == [*CHECKS, "step"] and not (tmp_path / "dry").exists()
+    levels = {check: level for level, check in re.findall(r"^(ok|warn|fail) +(\w+) +", printed, re.MULTILINE)}
+    assert status == 1 and [*levels] == [*CHECKS, "step"] and not (tmp_path / "dry").exists()
     # The text is none for the steps of a real one.
-    found.pop("data")
-    levels = {check: level for check, level in found.items() if level != "ok"}
-    assert levels == {"host": "fail", "memory": "fail", "step": "warn"}, printed
+    del levels["data"]
+    assert {check for check, level in levels.items() if level == "ok"} == levels.keys() - {"host", "memory", "step"}
+    assert (levels["host"], levels["memory"], levels["step"]) == ("fail", "fail", "warn"), printed
     assert f"begins at step 0 of {content(name)['max_train_steps']:,}" in printed
     assert int(re.search(r", ([\d,]+) parameters", printed)[1].replace(",", "")) > 10**8

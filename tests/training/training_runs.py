@@ -4,10 +4,10 @@ import itertools
 import json
 import math
 import shutil
+import socket
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -44,12 +44,6 @@ HOPE_HYBRID = [HOPE[0], HOPE[1] + ",layer_types=[hope_memory,full_attention]"]
 EVERY_FOURTH = ["--checkpointing_steps", "4", "--eval_steps", "4", "--save_total_limit", "9"]
 
 
-def reset_accelerate():
-    """accelerate keeps its state in the process: the next run would inherit it."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
 def fp16_on_cpu(patch, **scaler):
     """What accelerate sets up for `mixed_precision: fp16` on a GPU: autocast, and a scaler with the options `scaler`.
 
@@ -67,6 +61,11 @@ def fp16_on_cpu(patch, **scaler):
 
     patch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     patch.setattr(choose, "cpu_accelerator", with_scaler)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def read_rows(folder: Path) -> list[dict]:
@@ -123,6 +122,10 @@ def mask_steps(patch, *steps: int):
         return window, state
 
     patch.setattr(trainer, "_read", masked)
+
+
+def same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def parts_of_checkpoint(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -5,8 +5,6 @@ import os
 import sys
 import time
 
-import torch
-
 from hope_hf.training import main, setup, trainer
 
 SLOW_SECONDS = 0.4
@@ -43,30 +41,6 @@ class Slow:
         for batch in self.loader:
             time.sleep(SLOW_SECONDS)
             yield batch
-
-
-def slow_processor():
-    """Computes longer than it waits for a batch."""
-    inputs = trainer.model_inputs
-
-    def model_inputs(batch):
-        end, matrix = time.perf_counter() + 2 * SLOW_SECONDS, torch.eye(256)
-        while time.perf_counter() < end:
-            matrix = matrix @ matrix
-        return inputs(batch)
-
-    trainer.model_inputs = model_inputs
-
-
-def slow_preparation():
-    """Prepares its data for longer than the others wait."""
-    build = setup.build_data
-
-    def build_data(*arguments, **keywords):
-        time.sleep(30)
-        return build(*arguments, **keywords)
-
-    setup.build_data = build_data
 
 
 def hang_at_step_3():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_run import MARK, Run, names
+from checkpoint_run import MARK, Run, contents, names
 
 from hope_hf.training.checkpoints import writer as writer_module
 from hope_hf.training.checkpoints.manifest import latest_checkpoint, verify
@@ -29,10 +29,6 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(writer_module, "save_state", wait_and_save)
     yield free
     free.set()
-
-
-def contents(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
 
 
 def trained(steps: int) -> Run:

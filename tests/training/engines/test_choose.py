@@ -8,7 +8,6 @@ import torch
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
-from training_runs import reset_accelerate
 
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.training.engines.base import Engine
@@ -16,12 +15,7 @@ from hope_hf.training.engines.choose import _reduce_each_batch, plain_name
 from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.zero import Zero
 
-
-@pytest.fixture(autouse=True)
-def _state():
-    reset_accelerate()
-    yield
-    reset_accelerate()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def arguments(batches: int) -> Arguments:

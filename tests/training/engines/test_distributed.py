@@ -1,13 +1,12 @@
 """Processes that a launcher starts, or none does: they meet, agree on their flags and share the machine's threads."""
 
 import os
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from training_runs import LLAMA, ROOT, reset_accelerate
+from training_runs import LLAMA, ROOT, free_port
 
 from hope_hf.common import process
 from hope_hf.common.process import default_threads
@@ -27,17 +26,12 @@ def started_by_hand(rank: int, port: int, folder, corpus, *flags) -> subprocess.
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
-def test_processes_started_with_other_flags_stop(tmp_path, corpus, free_port):
+def test_processes_started_with_other_flags_stop(tmp_path, corpus):
     folder = tmp_path / "run"
-    processes = [started_by_hand(r, free_port, folder, corpus, "--adam_beta1", f"0.8{r}") for r in (0, 1)]
+    port = free_port()
+    processes = [started_by_hand(rank, port, folder, corpus, "--adam_beta1", f"0.8{rank}") for rank in (0, 1)]
     errors = [process.communicate(timeout=200)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], errors
     assert "Rank 1" in errors[0] and "other flags than rank 0" in errors[0]
@@ -47,19 +41,18 @@ def test_processes_started_with_other_flags_stop(tmp_path, corpus, free_port):
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_meets_nobody_says_so(tmp_path, corpus, free_port, rank):
-    alone = started_by_hand(rank, free_port, tmp_path / "run", corpus, "--ddp_timeout", "2")
+def test_a_process_that_meets_nobody_says_so(tmp_path, corpus, rank):
+    port = free_port()
+    alone = started_by_hand(rank, port, tmp_path / "run", corpus, "--ddp_timeout", "2")
     _, errors = alone.communicate(timeout=200)
     assert alone.returncode == 2, errors
-    assert f"Rank {rank}" in errors and f"127.0.0.1:{free_port}" in errors and "--ddp_timeout" in errors
+    assert f"Rank {rank}" in errors and f"127.0.0.1:{port}" in errors and "--ddp_timeout" in errors
     assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
-def arguments(tmp_path):
-    reset_accelerate()
-    yield Arguments(output_dir=str(tmp_path))
-    reset_accelerate()
+def arguments(tmp_path, fresh_accelerate):
+    return Arguments(output_dir=str(tmp_path))
 
 
 def test_launch_that_fell_apart_is_refused(arguments, monkeypatch):
@@ -117,11 +110,3 @@ def test_one_thread_is_what_the_user_asked_the_launcher_for(eight_cores, monkeyp
     monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
     assert default_threads() == threads
     launcher.communicate(b"\n")
-
-
-@pytest.mark.parametrize(("value", "threads"), [("1", 1), ("3", 3), ("0", 8), ("many", 8)])
-def test_threads_are_those_of_the_environment_where_the_user_has_set_it(eight_cores, monkeypatch, value, threads):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert default_threads() == threads

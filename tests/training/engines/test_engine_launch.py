@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from training_runs import reset_accelerate
 
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.common.adapters import add_lora
@@ -17,14 +16,8 @@ from hope_hf.training.engines.fsdp1 import FSDP1
 from hope_hf.training.engines.fsdp2 import FSDP2
 from hope_hf.training.engines.zero import Zero
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ARGS = Arguments(output_dir="a")
-
-
-@pytest.fixture(autouse=True)
-def _state():
-    reset_accelerate()
-    yield
-    reset_accelerate()
 
 
 def accelerator(kind: str, processes: int, precision: str = "no", mesh: dict | None = None, **state):

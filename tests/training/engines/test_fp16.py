@@ -3,13 +3,20 @@
 On the CPU with torch's scaler for it, in place of the one that accelerate makes for GPUs.
 """
 
-import math
 
 import accelerate.accelerator
 import pytest
 import torch
-from safetensors.torch import load_file
-from training_runs import HOPE, change_losses, curve, forget_the_end, fp16_on_cpu, mask_steps, parts_of_checkpoint
+from training_runs import (
+    HOPE,
+    change_losses,
+    curve,
+    forget_the_end,
+    fp16_on_cpu,
+    mask_steps,
+    parts_of_checkpoint,
+    same_tensors,
+)
 
 from hope_hf.training import trainer
 
@@ -54,18 +61,6 @@ def test_a_cpu_is_refused(run, monkeypatch, capsys):
     assert "mixed_precision fp16 needs a GPU" in capsys.readouterr().err
 
 
-def test_the_curve_is_that_of_fp32(run, fp16, tmp_path):
-    flags = ["--max_grad_norm", 0.5, "--max_train_steps", 4]
-    _, full = run("full", *flags, model=HOPE)
-    status, half = fp16("half", *flags, model=HOPE)
-    assert status == 0 and curve(half) != curve(full)
-    for name in ("train/loss", "train/grad_norm", "memory/0/initial_state_grad_norm"):
-        assert curve(half, name) == pytest.approx(curve(full, name), rel=2e-2), name
-    assert curve(half, "train/loss_scale") == [2.0**16] * 4 and curve(full, "train/loss_scale") == []
-    weights = load_file(tmp_path / "half" / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
-
-
 def test_scaled_steps_are_the_unscaled_ones(run, fp16, tmp_path, monkeypatch):
     """In fp32, where a power of two changes no digit: clipping, level clocks and Muon see unscaled gradients."""
     flags = ["--max_grad_norm", 0.5, "--gradient_accumulation_steps", 2, "--optimizer", "muon"]
@@ -75,8 +70,8 @@ def test_scaled_steps_are_the_unscaled_ones(run, fp16, tmp_path, monkeypatch):
     assert curve(scaled, "train/loss_scale") == [2.0 ** (16 + step // 3) for step in range(8)]
     for name in ("train/loss", "train/grad_norm", "level/1/updates", "eval/loss"):
         assert curve(scaled, name) == curve(plain, name), name
-    weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("scaled", "plain"))
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    scaled_file, plain_file = (tmp_path / name / "model.safetensors" for name in ("scaled", "plain"))
+    assert scaled_file.read_bytes() == plain_file.read_bytes()
 
 
 def test_overflows_lower_the_scale_and_are_no_skipped_steps(fp16, tmp_path, capsys):
@@ -87,24 +82,13 @@ def test_overflows_lower_the_scale_and_are_no_skipped_steps(fp16, tmp_path, caps
     before = [0, *downs[:-1]]
     assert status == 0 and trainer.MOST_SKIPS_IN_A_ROW < downs[-1] < steps
     assert curve(rows, "train/skipped_steps") == [0] * steps
-    overflowed = [after > own for after, own in zip(downs, before, strict=True)]
+    overflowed = [after > earlier for after, earlier in zip(downs, before, strict=True)]
     assert [norm is None for norm in curve(rows, "train/grad_norm")] == overflowed
     assert curve(rows, "train/loss_scale") == [start / 2**count for count in before]
     losses = curve(rows)
     assert None not in losses and losses[-1] < losses[0]
     assert f"loss scale {start:g}, the next one is {start / 2:g}" in capsys.readouterr().out
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_the_scale_falls_for_a_gradient_and_not_for_a_loss(fp16, monkeypatch):
-    """It grows again after as many good steps as before; a loss that is not finite is none of them."""
-    poisons = {2: overflowing, 4: lambda loss: loss * math.nan}
-    change_losses(monkeypatch, lambda step, loss: poisons.get(step, lambda own: own)(loss))
-    status, rows = fp16("run", scaler={"growth_interval": 3})
-    assert status == 0
-    assert curve(rows, "train/loss_scale") == [2.0**power for power in (16, 16, 15, 15, 15, 15, 16, 16)]
-    assert curve(rows, "train/overflowed_steps") == [0, 1, 1, 1, 1, 1, 1, 1]
-    assert curve(rows, "train/skipped_steps") == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
 SAVES = ["--checkpointing_steps", 1, "--save_total_limit", 9]
@@ -117,23 +101,20 @@ def test_overflow_changes_neither_weights_nor_clocks_and_a_run_continues_behind_
         status, whole = fp16("a", *flags, scaler=scaler, model=HOPE)
     assert status == 0 and curve(whole, "train/overflowed_steps") == [0, 1, 1, 1, 1, 1]
     assert curve(whole, "level/0/tokens_since_update") == [128, 128, 0, 128, 0, 128]
-    first, second, third = (parts_of_checkpoint(tmp_path / "a", step) for step in (1, 2, 3))
-    assert all(torch.equal(second[name], first[name]) for name in first)
-    assert any(not torch.equal(third[name], first[name]) for name in first)
-    last = parts_of_checkpoint(tmp_path / "a", 6)
+    first, second, third, last = (parts_of_checkpoint(tmp_path / "a", step) for step in (1, 2, 3, 6))
+    assert same_tensors(first, second) and not same_tensors(first, third)
     # Within the good steps after which the scale grows again.
     forget_the_end(tmp_path / "a", 5, 6)
     _, continued = fp16("a", *flags, scaler=scaler, model=HOPE)
     for name in ("train/loss", "train/loss_scale", "train/overflowed_steps", "train/grad_norm"):
         assert curve(continued, name) == curve(whole, name), name
     assert curve(whole, "train/loss_scale") == [2.0**power for power in (16, 16, 15, 15, 15, 16)]
-    own = parts_of_checkpoint(tmp_path / "a", 6)
-    assert all(torch.equal(own[name], last[name]) for name in last)
+    assert same_tensors(parts_of_checkpoint(tmp_path / "a", 6), last)
 
 
 def test_a_step_without_a_token_leaves_the_scale(fp16, monkeypatch, tmp_path):
     mask_steps(monkeypatch, 2)
     status, rows = fp16("a", *SAVES, "--max_train_steps", 3, scaler={"growth_interval": 2})
-    first, second = (parts_of_checkpoint(tmp_path / "a", step) for step in (1, 2))
-    assert status == 0 and all(torch.equal(first[name], second[name]) for name in first)
+    assert status == 0
+    assert same_tensors(parts_of_checkpoint(tmp_path / "a", 1), parts_of_checkpoint(tmp_path / "a", 2))
     assert curve(rows, "train/loss_scale") == [2.0**16] * 3 and curve(rows, "train/overflowed_steps") == [0] * 3

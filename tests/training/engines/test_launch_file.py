@@ -37,13 +37,9 @@ def fsdp(version: int | None = 2, **keys) -> dict:
 REFUSED = [
     (fsdp(fsdp_sharding_strategy="FULL_SHARD"), "fsdp_reshard_after_forward: true"),
     (fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), "--fsdp_prefetch"),
-    (fsdp(fsdp_forward_prefetch=False), "--fsdp_prefetch"),
     (fsdp(fsdp_use_orig_params=True), "fsdp_use_orig_params"),
-    (fsdp(fsdp_sync_module_states=True), "fsdp_sync_module_states"),
     (fsdp(fsdp_reshard_after_forward="FULL_SHARD"), "true or false"),
     (fsdp(1, fsdp_reshard_after_forward=True), "fsdp_sharding_strategy: FULL_SHARD"),
-    (fsdp(1, fsdp_reshard_after_forward=False), "fsdp_sharding_strategy: SHARD_GRAD_OP"),
-    (fsdp(1, fsdp_reshard_after_forward="HYBRID_SHARD"), "fsdp_sharding_strategy: HYBRID_SHARD"),
     (fsdp(1, fsdp_use_orig_params=False), "write true"),
     (fsdp(None), "fsdp_version"),
     (fsdp(fsdp_ofload_params=True), "did you mean fsdp_offload_params?"),
@@ -53,14 +49,11 @@ REFUSED = [
     (fsdp(fsdp_min_num_params="lots"), "a whole number"),
     ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "MULTI_GPU"),
     ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallelism"),
-    ({"parallelism_config": {"parallelism_config_tp_size": "auto"}}, "a whole number"),
     ({"parallelism_config": 3}, "parallelism_config is 3"),
     ({"fsdp_config": [1]}, "fsdp_config is [1]"),
-    ({"fsdp_config": {1: 2}}, "1 in fsdp_config"),
     ({"deepspeed_config": {"offload_param_device": "nvme"}}, "cpu"),
     ({"deepspeed_config": {"zero_stag": 3}}, "zero_stag"),
     ({"deepspeed_config": {"zero_stage": 0}}, "2 or 3"),
-    ({"deepspeed_config": {"zero3_init_flag": "no way"}}, "true or false"),
     ({"mixed_precision": "no", "deepspeed_config": {"deepspeed_config_file": "a", "zero_stage": 3}}, "zero_stage"),
 ]
 
@@ -187,7 +180,9 @@ def test_muon_is_refused_where_matrices_are_cut_anywhere(tiny_model):
 
 def test_wrapping_by_size_takes_blocks_and_their_parts(tiny_model):
     model = tiny_model()
-    sizes = {type(m).__name__: sum(p.numel() for p in m.parameters()) for m in model.model.layers[0].modules()}
+    sizes = {}
+    for module in model.model.layers[0].modules():
+        sizes[type(module).__name__] = sum(parameter.numel() for parameter in module.parameters())
     chosen = classes_by_size(model, sizes["ContinuumLevel"] - 1)
     assert {"HopeBlock", "ContinuumMemory", "ContinuumLevel"} <= set(chosen)
     assert not {"ModuleList", "Linear", "InitialMemory", "HopeModel", "HopeForCausalLM"} & set(chosen)

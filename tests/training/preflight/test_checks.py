@@ -73,8 +73,6 @@ CASES = [
     ("disk", {"disk": 39 * GIB}, "fail", "free space, lower --save_total_limit"),
     ("disk", {"disk": 39 * GIB, "used": 24 * GIB}, "ok", "need 16.00 GiB more"),
     ("disk", {"disk": 15 * GIB, "checkpointing_steps": 0}, "fail", "need 16.00 GiB more, 15.00 GiB free"),
-    ("disk", {"disk": 40 * GIB, "save_total_limit": 1}, "ok", "2 checkpoint(s) of 12.00 GiB"),
-    ("disk", {"disk": 0, "used": 99 * GIB, "saved": 0}, "ok", "need 0.00 GiB more, 0.00 GiB free"),
     # A LoRA of 1 GiB beside 4 GiB of weights.
     ("disk", {"disk": 40 * GIB, "saved": GIB}, "ok", "of 9.00 GiB and the weights need 28.00 GiB more"),
     ("disk", {"unwritable": "Invalid argument"}, "fail", "runs/x takes no checkpoint (Invalid argument)"),
@@ -89,7 +87,6 @@ CASES = [
     ("host", {"on_gpu": False}, "fail", "needs 164.00 GiB"),
     ("gpus", {}, "ok", "0 % busy, 0.00 GiB used, 35 C"),
     ("gpus", gpu(busy=50), "warn", "another program uses it"),
-    ("gpus", gpu(temperature=82), "warn", "hot without work"),
     ("gpus", gpu(temperature=90), "fail", "too hot to begin"),
     ("gpus", {"gpu": "no driver"}, "warn", "idle and cool or not is unknown (no driver): pip install nvidia-ml-py"),
     ("gpus", {"gpu": None, "on_gpu": False}, "ok", "none, the run uses the CPU"),
@@ -104,7 +101,6 @@ CASES = [
         "free: lower --block_size, see `hope-hf plan`",
     ),
     ("memory", {"on_gpu": False, "peak": 18 * GIB}, "warn", "needs 72.00 GiB of 100.00 GiB free, almost all: lower"),
-    ("memory", {"on_gpu": False, "peak": 30 * GIB}, "fail", "needs 120.00 GiB"),
 ]  # fmt: skip
 
 
@@ -118,10 +114,6 @@ def no_variables(monkeypatch):
 def test_check(name, changes, level, words):
     found = CHECKS[name](facts(**changes))
     assert (found.level, words in found.text) == (level, True), found
-
-
-def test_every_check_is_tried():
-    assert {name for name, *_ in CASES} == set(CHECKS)
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

@@ -2,11 +2,8 @@
 
 from collections import Counter
 
-import pytest
 import torch
-from training_runs import HOPE
 
-from hope_hf.model import memory_mixer
 from hope_hf.training.watch import model_report
 from hope_hf.training.watch.model_report import MixerReport
 
@@ -83,31 +80,6 @@ def test_a_collapsed_gate_is_said_once(tiny_model, monkeypatch):
 
 
 NAME = "kernel/memory_scan/fallbacks"
-
-
-@pytest.fixture
-def refused(monkeypatch):
-    """Every scan of a mixer counts as one that the kernels refused, for one of two reasons in turn."""
-    reasons = []
-
-    def choose(name, asked, kernel, otherwise, fallbacks, device):
-        reasons.append("it is Monday" if len(reasons) % 2 else "it rains")
-        fallbacks[name, reasons[-1]] += 1
-        return otherwise
-
-    monkeypatch.setattr(memory_mixer, "runs_torch", lambda *args: False)
-    monkeypatch.setattr(memory_mixer, "choose", choose)
-    return reasons
-
-
-def test_a_run_counts_them_and_ends_with_the_reasons(run, refused, capfd):
-    status, rows = run("a", "--logging_steps", "2", "--max_train_steps", "4", model=HOPE)
-    printed = capfd.readouterr().out
-    assert status == 0
-    counts = [row[NAME] for row in rows if "train/loss" in row]
-    # two layers, in the steps 1, 2, 3 and 4
-    assert counts == [2, 2, 4]
-    assert "| memory_scan |" in printed and "it is Monday" in printed and "it rains" in printed
 
 
 def test_those_of_all_processes_and_layers_count(monkeypatch, tiny_model):

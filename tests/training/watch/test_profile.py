@@ -6,15 +6,10 @@ import json
 import pytest
 from training_runs import EVERY_FOURTH, forget_the_end
 
-from hope_hf.training.watch.profile import MOST_STEPS, STEP, parse_profiled
+from hope_hf.training.watch.profile import MOST_STEPS, STEP
 
 
-@pytest.mark.parametrize("value, steps", [("10-12", [10, 11, 12]), ("10", [10]), ("1-1", [1])])
-def test_a_step_or_a_range(value, steps):
-    assert list(parse_profiled(value)) == steps
-
-
-@pytest.mark.parametrize("value", ["12-10", "0-3", "-3", "3-", "a", "1.5", "²", f"1-{MOST_STEPS + 1}", "7-9"])
+@pytest.mark.parametrize("value", ["12-10", "0-3", "3-", "²", f"1-{MOST_STEPS + 1}", "7-9"])
 def test_other_values_are_refused(value, run, capsys, tmp_path):
     """The last one is behind the end of the run."""
     status, _ = run("a", f"--profile_steps={value}")

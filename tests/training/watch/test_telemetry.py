@@ -18,13 +18,3 @@ def test_threads_are_halved_after_steps_that_are_far_slower(monkeypatch):
         limit.step_ends(6.0)
     assert threads == [8, 4, 2, 1] and len(said) == 3
     assert "4 thread(s) from here on, and not 8 (--cpu_threads)" in said[0]
-
-
-def test_short_steps_keep_their_threads(monkeypatch):
-    threads = [8]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    limit = ThreadLimit(print)
-    for seconds in (0.01, 0.9, 0.9, 0.9, 0.9):
-        limit.step_ends(seconds)
-    assert threads == [8]

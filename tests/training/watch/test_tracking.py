@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
-from training_runs import reset_accelerate
+from training_process import reset_accelerate
 
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.training.watch.monitor import steps_between_rows
