@@ -101,7 +101,7 @@ class PaperMemories(NamedTuple):
 
     def fresh(self) -> Weights:
         """The state before the first token."""
-        return tuple(torch.zeros_like(weight) for weight in self.initial)
+        return tuple(map(torch.zeros_like, self.initial))
 
     def weights(self, state: Weights) -> Weights:
         """The weights of a state."""
@@ -139,7 +139,7 @@ class PaperMemories(NamedTuple):
 
     def content(self, state: Weights) -> Weights:
         """The weights of the content memory, each [b, 1, o, i]."""
-        return tuple(weight[:, -1:] for weight in self.weights(state))
+        return tuple(map(_last, self.weights(state)))
 
 
 def activate(pre: Tensor) -> Tensor:

@@ -310,8 +310,9 @@ def scan_plain(
 
 def scan_options_json(config: PreTrainedConfig, rate_factors: tuple[float, ...]) -> str:
     """What the operator has to know of a layer, as text; `rate_factors` as in `Memories.of`."""
-    options = {name: getattr(config, name) for name in _FIELDS}
-    options["rate_factors"] = rate_factors
+    options = {"rate_factors": rate_factors}
+    for name in _FIELDS:
+        options[name] = getattr(config, name)
     return json.dumps(options)
 
 
@@ -366,7 +367,7 @@ def _numbered(name: str, tensors: Weights) -> dict[str, Tensor]:
 
 def _of_name(name: str, tensors: dict[str, Tensor]) -> Weights:
     """The tuple that `_numbered` took apart; it has one or two tensors."""
-    layers = [tensors.get(f"{name}{index}") for index in range(2)]
+    layers = map(tensors.get, (f"{name}0", f"{name}1"))
     return tuple(layer for layer in layers if layer is not None)
 
 
@@ -442,7 +443,7 @@ def _run_operator(
         reads = slots.to_tokens(reads)
     reads, *state_after = _results(reads, after)
     # a state may hold one tensor twice, or one of the state before
-    return [reads, *(part.clone() for part in state_after)]
+    return [reads, *map(torch.clone, state_after)]
 
 
 def _operator_shapes(
