@@ -45,18 +45,6 @@ def test_a_conversation_equals_the_same_tokens_read_in_one_go(conversation, mode
         torch.testing.assert_close(model(ahead, cache=talk.cache).logits, expected, atol=1e-5, rtol=0)
 
 
-def test_a_turn_reads_the_last_token_and_what_the_template_adds(conversation, tokenizer, tokens_read):
-    talk = conversation()
-    first = talk.say("w10 w11")
-    assert tokens_read[:4] == [3, 10, 11, 5] and tokens_read[4] == 4
-    (unread,) = talk.transcript.unread
-    tokens_read.clear()
-    talk.say("w20")
-    # the answer was cut, so the template ends it
-    assert tokens_read[:6] == [unread, 5, 3, 20, 5, 4]
-    assert [message["content"] for message in talk.transcript.messages][:3] == ["w10 w11", first, "w20"]
-
-
 @pytest.mark.parametrize("template", [True, False])
 def test_messages_and_files_are_text_whatever_they_spell(conversation, tokenizer, tokens_read, template):
     """The word tokenizer reads `<eos>` as a token, 62, and as text as three unknown words, 0."""

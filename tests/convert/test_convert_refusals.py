@@ -36,13 +36,10 @@ def test_files_that_do_not_fit_the_config(saved, refused):
     file = source / "model.safetensors"
     weights = load_file(file)
     up = "model.layers.1.mlp.up_proj.weight"
-    bias = "model.layers.1.mlp.up_proj.bias"
-    without = {name: weight for name, weight in weights.items() if name != up}
     wide = weights | {up: torch.cat([weights[up], weights[up]])}
+    bytes_of_up = weights | {up: weights[up].to(torch.int8)}
     for changed, words, flags in (
-        (without, f"no weights for {up.replace('mlp', 'continuum.levels.0')}", []),
-        (weights | {bias: torch.zeros(48)}, f"has weights for {bias}", []),
-        (weights | {up: weights[up].to(torch.int8)}, f"a {up} of I8", []),
+        (bytes_of_up, f"a {up} of I8", []),
         (wide, f"has a {up} that becomes ", []),
         (wide, f"has a {up} that becomes ", ["--levels", "512,2048"]),
     ):
@@ -50,8 +47,6 @@ def test_files_that_do_not_fit_the_config(saved, refused):
         assert words in refused(source, *flags)
     file.write_bytes(file.read_bytes()[:-100])
     assert f"{file} is damaged" in refused(source)
-    file.unlink()
-    assert "only safetensors" in refused(source)
 
 
 def test_a_tied_head_is_the_embedding_where_both_are_equal(saved, refused, convert):
@@ -66,19 +61,6 @@ def test_a_tied_head_is_the_embedding_where_both_are_equal(saved, refused, conve
     save_file(weights | {"lm_head.weight": embedding}, file, metadata={"format": "pt"})
     made = load_file(convert(source) / "model.safetensors")
     assert torch.equal(made["model.embed_tokens.weight"], embedding) and "lm_head.weight" not in made
-
-
-def test_flags_that_are_wrong(converted, refused):
-    for flag, value in (
-        ("--levels", "0,512"),
-        ("--levels", "2048,512"),
-        ("--sliding_window", "8"),
-        ("--attention_sinks", "4"),
-        ("--memory_layers", "1,3"),
-        ("--gguf_file", "none.gguf"),
-        ("--license", " "),
-    ):
-        assert flag in refused(converted.parent / "llama", flag, value), (flag, value)
 
 
 def test_a_source_that_is_not_there(refused, tmp_path, monkeypatch):

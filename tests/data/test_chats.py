@@ -299,14 +299,6 @@ def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer):
             assert [row["text"] for row in found if row["text"]] == good
 
 
-def test_one_chat_cannot_be_split_and_the_message_says_so(tmp_path):
-    name = rows_of(tmp_path, [{"messages": CHATS[0]}] * 3)
-    with pytest.raises(ValueError, match="rows.jsonl .*one chat.*--validation_file"):
-        open_sources(chat_config(name))
-    sources = open_sources(chat_config(name, validation_file=name))
-    assert sources.train["text"][0] == sources.validation["text"][0] == json.dumps(CHATS[0])
-
-
 @pytest.mark.parametrize("how, streaming", [("keep", False), ("cut", True), ("drop", False), ("drop", True)])
 def test_chats_longer_than_a_block_are_kept_cut_or_left_out_and_counted(tmp_path, tokenizer, how, streaming):
     tokenizer.chat_template = MARKED

@@ -6,7 +6,7 @@ import pytest
 from datasets import IterableDataset
 from four_corpora import sentence
 
-from hope_hf.data import corpora, documents, tokenizer, train_tokenizer
+from hope_hf.data import corpora, documents, train_tokenizer
 from hope_hf.data.corpora import held_out_documents, open_corpus
 from hope_hf.data.encoding import make_encoder
 from hope_hf.data.mixture import Corpus
@@ -70,19 +70,6 @@ def test_what_is_evaluated_is_never_trained_on(words, read):
     # The same stream, read as far as ten held-out documents need.
     assert len(held) == 10 and len(read) < 450
     assert of(held) <= of(trained.validation) and not of(held) & of(trained.train)
-
-
-def test_limits_hold_for_the_tokenizers_text(read, tmp_path):
-    mixture = tmp_path / "mix.yaml"
-    mixture.write_text(
-        "corpora:\n  a: {dataset_name: hub/web, text_column: content, streaming: true, max_tokens: 1_000}\n"
-        "  b: {dataset_name: hub/web, text_column: content, streaming: true, max_documents: 30}\n"
-    )
-    args = ["--dataset_mixture", str(mixture), "--vocab_size", "280", "--output_dir", str(tmp_path / "made")]
-    assert tokenizer.main(args) == 0
-    assert len(read) < 300
-    a, b = tokenizer._texts(tokenizer.make_parser().parse_args(args))
-    assert a.readable == 5 * 1_000 <= a.size and len(b.documents) == 30
 
 
 def test_a_full_cache_is_foreseen(words, tmp_path, monkeypatch, capsys, read):

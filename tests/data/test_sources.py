@@ -49,11 +49,6 @@ def mixed(tmp_path, tokenizer_name):
     return build
 
 
-def text_in_order(blocks, tokenizer) -> str:
-    """The text of all blocks one after another."""
-    return tokenizer.decode(torch.cat([blocks[index].tokens for index in range(len(blocks))]))
-
-
 def test_shards_are_the_mixture(mixture, shards, tokenizer_name):
     options = {"block_size": T, "validation_split_percentage": 10}
     raw = build_data(DataConfig(dataset_mixture=str(mixture), tokenizer_name=tokenizer_name, **options))
@@ -78,19 +73,6 @@ def test_tokens_have_the_shares_of_the_weights(config):
             corpora += shown[0] if shown else ""
     for corpus, weight in zip("ABCD", (0.4, 0.3, 0.2, 0.1), strict=True):
         assert abs(corpora.count(corpus) / len(corpora) - weight) < 0.05
-
-
-def test_limits_and_filters_hold_and_validation_is_not_trained_on(config):
-    data = build_data(config())
-    text = text_in_order(data.train.loader.blocks, data.tokenizer)
-    assert "Short." not in text and text.count(sentence(1, 3)) == 1
-    # A few are cut: a corpus ends with its last whole block.
-    assert 69 <= sum(sentence(2, number) in text for number in range(120)) <= 70
-    held = text_in_order(data.validation.blocks, data.tokenizer)
-    documents = [sentence(corpus, number) for corpus in range(3) for number in range(120)]
-    held_out = [document for document in documents if document in held]
-    assert len(held_out) > 10 and not any(document in text for document in held_out)
-    assert len(build_data(config(max_eval_samples=1)).validation) < len(data.validation)
 
 
 def test_resume_is_exact_across_epochs(config):

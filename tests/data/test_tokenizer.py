@@ -115,20 +115,6 @@ def test_a_text_without_spaces_is_learned_from_in_pieces(letters):
     assert time.process_time() - begin < 10
 
 
-def test_bad_arguments_give_one_sentence_each(text_file, tmp_path, capsys):
-    file = ["--files", str(text_file)]
-    for arguments, words in (
-        (["--files", str(tmp_path / "none.txt")], "--files"),
-        ([*file, "--vocab_size", "200"], "--vocab_size is 200"),
-        ([], "--files"),
-        ([*file, "--dataset_name", "a/b"], "--dataset_name"),
-    ):
-        assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and words in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
     backend = train_tokenizer([TEXT], 300).backend_tokenizer
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)

@@ -1,10 +1,7 @@
 """What an upload sends, in which order, and one sentence for each failure; the Hub is a fake."""
 
-import socket
 
-import huggingface_hub
 import pytest
-from hub_server import use
 
 from hope_hf.export import ExportFailed, upload
 from hope_hf.export.run import main
@@ -75,15 +72,6 @@ def test_without_a_login_nothing_is_asked(hub, folder, monkeypatch):
     with pytest.raises(ExportFailed, match="owner/name needs a login: run `hf auth login` or set HF_TOKEN."):
         upload(folder, "owner/name", private=False)
     assert hub.requests == []
-
-
-def test_no_network(folder, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        use(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
-    with pytest.raises(ExportFailed, match="The upload to owner/name failed: ConnectError"):
-        upload(folder, "owner/name", private=False)
-    huggingface_hub.close_session()
 
 
 def test_a_hub_that_falls_silent_is_left(hub, folder, monkeypatch):
