@@ -57,6 +57,13 @@ def test_positions_start_again_at_every_document_and_every_row():
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
+def test_a_document_may_begin_behind_the_end_of_another_in_a_row():
+    stream = stream_of([0, 1, 2, 3, 4, 5], [0, 7, 8])
+    batch = collate([TokenBlocks(stream, 4)[1]], 4, padding=0, restart=True)
+    assert batch["input_ids"].tolist() == [[4, 5, 0, 7]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1]]
+
+
 def test_a_carried_batch_has_no_positions_and_padding_is_not_scored():
     stream = stream_of([3, 1, 2], [3, 4])
     batch = collate(list(TokenBlocks(stream, 4, keep_last=True)), 4, padding=3, restart=False)
