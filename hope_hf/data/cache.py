@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import filterfalse
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,7 +51,9 @@ def cache_for(files: Iterable[str]) -> str:
 
 
 def _key(files: Iterable[str], what: object) -> str:
-    states = [(os.path.abspath(file), *_state(os.stat(file))) for file in files]
+    states = []
+    for file in files:
+        states.append((os.path.abspath(file), *_state(os.stat(file))))
     return _hash((_VERSION, states, what))
 
 
@@ -109,11 +112,14 @@ def plain_name(name: str) -> str:
     """`name`, or another name of the same file or folder, in which no character is special."""
     path = os.path.abspath(name)
     is_file = os.path.isfile(path)
+    folder = os.path.dirname(path) if is_file else path
     files = [path] if is_file else files_under(path)
     if not any(map(_SPECIAL.search, [path, *files])):
         return name
-    folder = os.path.dirname(path) if is_file else path
-    links = {_SPECIAL.sub("_", os.path.relpath(file, folder)): file for file in files}
+    links = {}
+    for file in files:
+        link = _SPECIAL.sub("_", os.path.relpath(file, folder))
+        links[link] = file
     link_folder = writable_cache() / "hope_hf" / f"links-{_hash(sorted(links.items()))}"
     if not link_folder.exists():
         with cache_errors():
@@ -127,11 +133,14 @@ def files_under(folder: str) -> list[str]:
     """The paths of all files in a folder, sorted; hidden files are not part of a data set."""
     paths = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if not name.startswith("."):
-                paths.append(os.path.join(parent, name))
+        folders[:] = filterfalse(_is_hidden, folders)
+        for name in filterfalse(_is_hidden, names):
+            paths.append(os.path.join(parent, name))
     return sorted(paths)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 def _link(links: dict[str, str], folder: Path) -> None:

@@ -38,14 +38,14 @@ def chat_text(value: object, tools: object = None, template: ChatTemplate | None
     """
     template_text = "" if template is None else template.source
     messages = []
-    has_learned_turn = False
-    for message in value if isinstance(value, list) else ():
-        if not isinstance(message, dict):
-            raise BadChat("has no chat with a turn of the assistant")
-        message = _message(message, template_text)
-        has_learned_turn |= message["role"] == ASSISTANT and message.get("weight") != 0
-        messages.append(message)
-    if not has_learned_turn:
+    learned_turns = 0
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        for row in value:
+            message = _message(row, template_text)
+            messages.append(message)
+            if message["role"] == ASSISTANT and message.get("weight") != 0:
+                learned_turns += 1
+    if not learned_turns:
         raise BadChat("has no chat with a turn of the assistant")
     chat = Chat(messages, _tools(tools))
     if template is not None:
@@ -60,11 +60,7 @@ def chat_text(value: object, tools: object = None, template: ChatTemplate | None
 def _message(message: dict, template: str) -> dict:
     """A message with `role` and `content`, whichever of the two forms it has. `template`: the template's text."""
     if isinstance(message.get("from"), str) and message.get("role") is None:
-        sharegpt = message
-        message = {"role": sharegpt["from"], "content": sharegpt.get("value")}
-        for key in ("weight", "tool_calls"):
-            if sharegpt.get(key) is not None:
-                message[key] = sharegpt[key]
+        message = _of_sharegpt(message)
     role = message.get("role")
     if not isinstance(role, str):
         raise BadChat("has a turn without a role")
@@ -74,22 +70,35 @@ def _message(message: dict, template: str) -> dict:
     if message.get("weight", 1) not in (None, 0, 1):
         raise BadChat(f"has a turn of weight {message['weight']!r} (0 and 1 are read)")
     message = message | {"role": role}
-    if message.get("content") is not None:
-        message["content"] = _content(message["content"])
-    elif not any(message[key] for key in message.keys() - _DESCRIPTIVE):
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    if content is not None:
+        message["content"] = _content(content)
+    elif not any(map(message.get, message.keys() - _DESCRIPTIVE)):
         raise BadChat(f"has a turn of the {role} without content")
-    if isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = list(map(_call, message["tool_calls"]))
+    if isinstance(calls, list):
+        message["tool_calls"] = list(map(_call, calls))
     return message
+
+
+def _of_sharegpt(message: dict) -> dict:
+    """A message {"from": ..., "value": ...} in the other form."""
+    result = {"role": message["from"], "content": message.get("value")}
+    for key in ("weight", "tool_calls"):
+        if message.get(key) is not None:
+            result[key] = message[key]
+    return result
 
 
 def _content(content: object) -> str:
     """What is said in a turn, which may be a list of parts."""
+    parts = content if isinstance(content, list) else [content]
     texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) else part
+    for part in parts:
+        is_typed = isinstance(part, dict)
+        text = part.get("text") if is_typed else part
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else json.dumps(part)[:40]
+            kind = part.get("type") if is_typed else json.dumps(part)[:40]
             raise BadChat(f"has a turn with content that is no text ({kind})")
         texts.append(text)
     return "".join(texts)
@@ -181,8 +190,10 @@ def _signed(template: ChatTemplate, text: str) -> list[int]:
         raise ValueError(
             f"--assistant_only_loss: the tokenizer's chat template fails on the chat {text[:80]}: {error}."
         ) from error
-    ids, is_learned = template.tokens(filled)
-    return [token if learned else ~token for token, learned in zip(ids, is_learned, strict=True)]
+    signed = []
+    for token, is_learned in zip(*template.tokens(filled), strict=True):
+        signed.append(token if is_learned else ~token)
+    return signed
 
 
 def shortened(rows: Sequence[list[int]], longest: int, how: str) -> list[list[int]]:

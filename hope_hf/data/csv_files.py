@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 import pyarrow as pa
-import pyarrow.csv
+from pyarrow import csv
 
 from .document_file import BadRow, Columns
 
@@ -23,7 +23,7 @@ def csv_has_no_rows(stream: BinaryIO) -> bool:
 
 def csv_columns(stream: BinaryIO, delimiter: str) -> Columns:
     """All columns, each of which may be read as strings; texts hold more than numbers and dates in the first rows."""
-    schema = _reader(stream, delimiter, pyarrow.csv.ConvertOptions(), lambda row: "skip").schema
+    schema = _reader(stream, delimiter, csv.ConvertOptions(), lambda row: "skip").schema
     only = schema.names[0] if len(schema) == 1 else ""
     # a comma in a .csv file's only name is one in quotes
     if re.search(_NO_COLUMNS[delimiter], only):
@@ -39,11 +39,11 @@ def csv_texts(stream: BinaryIO, delimiter: str, column: str, skip: bool) -> Iter
     """
     bad = []
 
-    def handle(row: pyarrow.csv.InvalidRow) -> str:
+    def handle(row: csv.InvalidRow) -> str:
         bad.append(row)
         return "skip" if skip else "error"
 
-    convert = pyarrow.csv.ConvertOptions(include_columns=[column], column_types={column: pa.string()})
+    convert = csv.ConvertOptions(include_columns=[column], column_types={column: pa.string()})
     try:
         for batch in _reader(stream, delimiter, convert, handle):
             yield batch.column(0)
@@ -56,10 +56,8 @@ def csv_texts(stream: BinaryIO, delimiter: str, column: str, skip: bool) -> Iter
     yield pa.nulls(len(bad), pa.string())
 
 
-def _reader(stream: BinaryIO, delimiter: str, convert, handle_invalid_row) -> pyarrow.csv.CSVStreamingReader:
-    parse = pyarrow.csv.ParseOptions(
-        delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handle_invalid_row
-    )
+def _reader(stream: BinaryIO, delimiter: str, convert, handle_invalid_row) -> csv.CSVStreamingReader:
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handle_invalid_row)
     # Only one thread numbers the rows.
-    read = pyarrow.csv.ReadOptions(use_threads=False, block_size=_BYTES)
-    return pyarrow.csv.open_csv(stream, read, parse, convert)
+    read = csv.ReadOptions(use_threads=False, block_size=_BYTES)
+    return csv.open_csv(stream, read, parse, convert)

@@ -34,9 +34,11 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     encode_all = _fast(tokenizer) or _slow(tokenizer)
 
     def encode(texts: Sequence[str | None]) -> list[list[int]]:
+        documents = [text for text in texts if text and not text.isspace()]
         rows = []
-        for group in _groups([text for text in texts if text and not text.isspace()]):
-            rows += [[start, *row, *end] for row in encode_all(group)]
+        for group in _groups(documents):
+            for row in encode_all(group):
+                rows.append([start, *row, *end])
         return rows
 
     return encode
@@ -61,9 +63,9 @@ def tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before a prompt."""
     text = tokenizer("a", add_special_tokens=False)["input_ids"]
     prompt = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for place in range(len(prompt) - len(text) + 1):
-        if prompt[place : place + len(text)] == text:
-            return prompt[:place]
+    for begin in range(len(prompt)):
+        if prompt[begin:][: len(text)] == text:
+            return prompt[:begin]
     return []
 
 
