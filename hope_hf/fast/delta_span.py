@@ -22,7 +22,7 @@ class Saved(NamedTuple):
     # [3, b, C, 1]
     mixed: Tensor | None
     scales: Tensor | None
-    # -eta_i e^(T_t - T_i) (q_t . k_i) for i <= t [b, C, C]
+    # -eta_i e^(g_t - g_i) (q_t . k_i) for i <= t [b, C, C]
     attention: Tensor | None
     # (I + rho L)^-1 for each rho [R b, C, C], rho A [b, C, M D]
     solved: Tensor
@@ -113,7 +113,7 @@ class Tokens(NamedTuple):
     values: Tensor
     # -eta k [b, C, D]
     written: Tensor
-    # e^(T_t), e^(T_C - T_t) [b, C, 1], and e^(T_t - T_i) for i <= t, else 0 [b, C, C]
+    # e^(g_t), e^(g_C - g_t) [b, C, 1], and e^(g_t - g_i) for i <= t, else 0 [b, C, C]
     from_start: Tensor
     to_end: Tensor
     decay: Tensor
@@ -301,7 +301,7 @@ class SpanBackward:
     def keys_backward(self, grad_after: Tensor | None, current_after: Tensor | None) -> None:
         """Through rates, retentions and the initial memory, to unit keys and queries.
 
-        Where e^(T_t) scales a vector, the gradient of T_t is the vector's product with its own.
+        Where e^(g_t) scales a vector, the gradient of g_t is the vector's product with its own.
         """
         tokens, cut, grad_both = self.tokens, self.cut, self.grad_both
         rate = self.inputs.rate[:, cut]

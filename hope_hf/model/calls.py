@@ -35,8 +35,8 @@ class Call:
 
     # embeddings of the call's tokens [B, T, hidden_size]
     hidden_states: Tensor
-    # each block's layer is written after the block, that of softmax attention inside of it; `None` if none is given
-    # and none is asked for
+    # each block's layer is written after the block, that of softmax attention inside of it unless there are gradients;
+    # `None` if none is given and none is asked for
     cache: Cache | None
     # of the cache, by block: states come from them and go back to them; empty without a cache
     layers: list
@@ -79,7 +79,7 @@ def prepare_call(
     context = {"need_state": cache is not None}
     if trunk.has_state:
         plans = plan_tokens(trunk, hidden_states, input_ids, documents, counts_before, cache is not None)
-        counts_after = next(iter(plans.values())).past
+        counts_after = next(iter(plans.values())).after
         if "plan" in plans:
             plans["plan"].is_frozen = reads_frozen(trunk, freeze_memories)
         context |= plans
@@ -133,7 +133,7 @@ def plan_tokens(
     # CODEPATH: 'sparse_attention' layers alone and in hybrids.
     if "blocks" in trunk.needs:
         blocks = plan_slots(config.sparse_block_size, grows=True, **arguments)
-        check_reach(config, blocks.positions(), blocks.past.columns)
+        check_reach(config, blocks.positions(), blocks.after.columns)
         plans["blocks"] = blocks
         plans["block_positions"] = trunk.rotary_emb(hidden_states, position_ids=blocks.positions())
     # CODEPATH: 'window_attention' layers alone and in hybrids.

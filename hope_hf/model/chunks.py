@@ -1,10 +1,11 @@
 """The chunk of every token, counted in real tokens of a row since its document began.
 
-Memories compute their errors at the weights of the chunk's start, so a token's chunk is part of the model. It must not
-depend on how a text is cut into calls, on padding, or on the documents that share a row. Rows without padding and
-documents are sliced as they are: slot t holds token t. All other rows are laid out in *slots*: every document starts
-at a multiple of the chunk size, and padding has no slot. With chunks of 4, a row of padding and the documents a and b
-is laid out so:
+The paper's rule takes errors, and memories that project are read, at the weights of the chunk's start: there a token's
+chunk is part of the model. Under the delta rule without projections (the default) chunks change only rounding. A chunk
+must not depend on how a text is cut into calls, on padding, or on the documents that share a row. Rows without padding
+and documents are sliced as they are: slot t holds token t. All other rows are laid out in *slots*: every document
+starts at a multiple of the chunk size, and padding has no slot. With chunks of 4, a row of padding and the documents a
+and b is laid out so:
 
     token of the call     0    1    2    3    4    5            slot              0   1   2   3 | 4   5   6   7
     what it is            pad  a_0  a_1  b_0  b_1  b_2          token_of_slot     1   2   .   . | 3   4   5   .
@@ -12,7 +13,8 @@ is laid out so:
 
 The bar separates two chunks, of which each is a `ChunkSpan`. The next call may go on with b_3 and b_4. Then `offset`
 is 3, for the slots of b_0 to b_2, which the cache's states stand for: b_3 takes slot 3, closes a chunk, and b_4 takes
-slot 4. A single token that goes on is in slot 0; S is 1, and only `valid` and `position` are given.
+slot 4. A single token that goes on is in slot 0; S is 1, and at most `valid` and `position` are given: neither without
+padding, documents or unequal counts.
 
 Read `plan_chunks` first, and what it calls. `TokenPlan` and `plan_again` are for compiled graphs, `Sequences` is for
 kernels, and digests serve caches.
@@ -81,11 +83,11 @@ class Past(NamedTuple):
 class SlotPlan:
     """The slots of one call's tokens; the optional tensors are `None` where slot t holds token t.
 
-    A token that goes on alone has `valid` and `position`.
+    A token that goes on alone has at most `valid` and `position`.
     """
 
-    # counts after the call; those of the next call's past
-    past: Past
+    # counts after the call, the next call's `past`
+    after: Past
     # real tokens of the row's document before the call: one number for all rows, or [B]
     before: int | Tensor
     # whether a slot holds a token [B, S]
@@ -106,7 +108,7 @@ class SlotPlan:
         There is one plan for each device, so that what a plan has computed serves all blocks there.
         """
         device = torch.device(device)
-        if self.past.seen.device == device:
+        if self.after.seen.device == device:
             return self
         copies = self.__dict__.setdefault("_copies", {})
         if device not in copies:
@@ -127,7 +129,7 @@ class SlotPlan:
         """`position`, or the same for all rows [1, S]."""
         if self.position is not None:
             return self.position
-        return torch.arange(self.before, self.past.columns, device=self.past.seen.device)[None]
+        return torch.arange(self.before, self.after.columns, device=self.after.seen.device)[None]
 
 
 @dataclass(kw_only=True)
@@ -186,7 +188,7 @@ def plan_chunks(
         spans = _ragged_spans(chunk, config.conv_kernel_size - 1, config.num_memory_heads, slots)
     # Field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`.
     return ChunkPlan(
-        past=slots.past,
+        after=slots.after,
         before=slots.before,
         valid=slots.valid,
         position=slots.position,
@@ -222,6 +224,7 @@ def plan_slots(
         grows: whether the states grow with the text, so that a graph makes the slots of a single token, too.
     """
     batch_size, length = shape
+    # Eager: the next three are False, and `rows` is `None` without padding and later documents.
     # A compiled graph must not branch on values: document starts and padding stay tensors, and a graph for a single
     # token serves rows with and without equal counts.
     is_graph_of_token = length == 1 and past is not None and is_compiled()

@@ -126,8 +126,9 @@ class HopeConfig(PreTrainedConfig):
             Which of keys and values memories project (equation 83) after their linear map; unless given, `["k", "v"]`
             under the paper's rule and none under the delta rule, where no gain is measured (`docs/log`).
         memory_chunk_size (`int`, *optional*, defaults to 64):
-            Tokens per chunk: keys and values are projected with the memories' weights of the chunk's start (section
-            8.2). Part of the model: use the same value in training and inference. Train on blocks of at least four
+            Tokens per chunk. Under the delta rule without `memory_projections` it changes only speed and rounding.
+            Otherwise keys and values are projected with the memories' weights of the chunk's start (section 8.2), and
+            it is part of the model: use the same value in training and inference. Train on blocks of at least four
             chunks; with one chunk per block the projecting memories are never trained.
         projection_memory_rate (`float`, *optional*, defaults to 0.1):
             Step of the memories that project, relative to that of the content memory; 0 keeps their initial state.

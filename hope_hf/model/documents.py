@@ -21,7 +21,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 class Documents(NamedTuple):
     """Padding and documents of a call, for every layer."""
 
-    # 0 for padding [B, T], or `None` without padding
+    # 1 for tokens and 0 for padding [B, T], or `None` without padding
     padding: Tensor | None
     # [B or 1, T], 0 at the first token of a document; `None` if the call gives neither positions nor documents
     position_ids: Tensor | None

@@ -20,7 +20,7 @@ With `rho = 1`, `W_0 = 0` and `d = 0` this is the gated DeltaNet (Yang et al., a
 under the same rule that project keys and values (equation 83 of arXiv 2512.24695). These begin at the identity,
 `W_0 = I`, after a linear map that is trained.
 
-Axes: b sequences times heads, C slot of a span, D head width, K kernel size, M memories of a layer (those that project
+Axes: b sequences times heads, C slot of a span, D head width, M memories of a layer (those that project
 k and v, in that order, then the content memory), side by side as columns.
 """
 
@@ -117,9 +117,9 @@ class DeltaMemories(NamedTuple):
     def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
         """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span; the span's size changes neither.
 
-        With `T_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
+        With `g_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
 
-            (I + rho L) A = K W_0 + e^T K S - V,     L_ti = e^(T_t - T_i) eta_i (k_t . k_i) for i < t
+            (I + rho L) A = K W_0 + e^g (K S) - V,   L_ti = e^(g_t - g_i) eta_i (k_t . k_i) for i < t
         """
         (deviation,) = state.current
         keys, values, queries = tokens.keys, tokens.values, tokens.queries

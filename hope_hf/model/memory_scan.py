@@ -31,7 +31,8 @@ NORM_EPSILON = 1e-6
 # what the operator of a compiled graph reads of a configuration
 _FIELDS = ("memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections")
 
-# The weights of a layer's memories, in the order in which they are applied; the rule defines their form.
+# The weights of a layer's memories, in the order in which they are applied; the rule defines their form. Under the
+# delta rule: the deviations S of all memories side by side, [b, D, M D].
 Weights = tuple[Tensor, ...]
 
 
@@ -393,7 +394,7 @@ def _scan_arguments(
 def _by_head(plan: SlotPlan, heads: int) -> SlotPlan:
     """The slots of a plan for inputs [b, T, ...], whose rows are repeated for every head."""
     return SlotPlan(
-        past=None,
+        after=None,
         before=0,
         valid=plan.valid.repeat_interleave(heads, dim=0),
         token_of_slot=plan.token_of_slot.repeat_interleave(heads, dim=0),

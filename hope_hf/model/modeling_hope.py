@@ -118,7 +118,7 @@ class HopePreTrainedModel(FreezesMemories, PreTrainedModel):
         | queries, keys, values of sparse attention beside memories | normal, `1 / sqrt(hidden_size)` |
         | o_proj, down_proj | normal, `initializer_range / sqrt(2 * num_hidden_layers)` |
         | embedding and head wider than 768 | times `sqrt(768 / hidden_size)` |
-        | norms, level mix, value shares; learned rates of levels | 1; 0 |
+        | norms, level mix, value shares | 1 |
         | initial memories | 0; paper's rule: normal, 0.05 / sqrt(width), inner layers orthogonal times 2 |
         | convolutions | uniform, +-1/sqrt(kernel); delta rule: the token's own weight in its key a tenth |
         | delta rule: projection and convolution of queries | those of keys, the convolution one token later |

@@ -93,7 +93,7 @@ def read_text(
     text = _extended(inputs, key, value, state, slots)
     after = None
     if need_state:
-        after = _state_after(text, slots, tail, blocks.past.columns, sizes)
+        after = _state_after(text, slots, tail, blocks.after.columns, sizes)
     reads, selected = _read(query, gates, text, slots, sizes, choose)
     # [B, S, heads D]
     output = reads.flatten(1, 2).transpose(1, 2).flatten(2)
@@ -116,7 +116,7 @@ def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPla
     else:
         first_before = state.first
         size_before = state.slot_keys.shape[2]
-        overwrites = _may_overwrite(state, blocks.past.columns - tokens)
+        overwrites = _may_overwrite(state, blocks.after.columns - tokens)
     if blocks.valid is None:
         base = blocks.before
     elif state is None:
@@ -138,7 +138,7 @@ def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPla
     if blocks.valid is not None:
         first = at - blocks.position
         last = torch.where(blocks.valid, at, -1).amax(1)
-        first_after = torch.where(last >= 0, last + 1 - blocks.past.seen, first_before)
+        first_after = torch.where(last >= 0, last + 1 - blocks.after.seen, first_before)
     return CallSlots(
         base=base,
         at=at,
@@ -329,7 +329,7 @@ def read_tokens(
 
     The state holds each row's last document alone, which begins at slot 0: that many slots are known beforehand.
     """
-    columns = blocks.past.columns
+    columns = blocks.after.columns
     # a cache of fixed length has room for all tokens
     if isinstance(columns, int):
         size = _round_up(columns, sizes.block)

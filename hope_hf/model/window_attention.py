@@ -93,7 +93,7 @@ def plan_window(
     if isinstance(slots, TokenPlan):
         return slots
     plan = WindowPlan(
-        past=slots.past,
+        after=slots.after,
         before=slots.before,
         valid=slots.valid,
         position=slots.position,
@@ -174,7 +174,7 @@ def _plan_text(
         # any number of tokens, unless the text begins
         most_before = sinks + window if goes_on else 0
         # of each row's last document
-        after = plan.past.seen[:, None]
+        after = plan.after.seen[:, None]
         first_slot = plan.valid.sum(1, keepdim=True) - after
     earlier = _EarlierKeys(
         sinks=min(most_before, sinks),
