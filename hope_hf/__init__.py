@@ -21,6 +21,7 @@ from .model.modeling_hope import (
     HopeModel,
     HopePreTrainedModel,
 )
+from .model.recall import Passage, join_passages
 
 transformers.AutoConfig.register("hope", HopeConfig, exist_ok=True)
 HopeConfig.register_for_auto_class()
@@ -43,6 +44,8 @@ __all__ = [
     "HopeModel",
     "HopePreTrainedModel",
     "LevelLearning",
+    "Passage",
     "frozen_memories",
+    "join_passages",
     "learning_rate_search",
 ]

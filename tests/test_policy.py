@@ -86,7 +86,7 @@ LAZY |= dict.fromkeys(("fla", "triton"), {"hope_hf/model"}) | {"gguf": {"hope_hf
 PUBLIC = [
     "CACHE_NAME", "PRESETS", "HopeCache", "HopeConfig", "HopeForCausalLM", "HopeForQuestionAnswering",
     "HopeForSequenceClassification", "HopeForTokenClassification", "HopeModel", "HopePreTrainedModel", "LevelLearning",
-    "__version__", "frozen_memories", "learning_rate_search",
+    "Passage", "__version__", "frozen_memories", "join_passages", "learning_rate_search",
 ]  # fmt: skip
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -14,8 +14,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.deprecation import deprecate_kwarg
 
+from .archive import Archive
 from .cache_file import CACHE_FILE, check_tensors, checksum_in, fingerprint, is_of, read_cache, write_cache
 from .cache_parts import (
     LEVEL_DTYPES,
@@ -32,6 +34,7 @@ from .cache_parts import (
 )
 from .chunks import Past
 from .level_learning import loaded_state
+from .recall import Passage, PassageIndex
 
 # What this transformers calls a cache in calls and outputs: `past_key_values` before 5.24.
 CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
@@ -109,10 +112,13 @@ class HopeCache(Rows, DynamicCache):
     # the folder of the file that this cache was read from or written to, and that file's checksum
     _read_from: tuple[Path, str | None] | None = None
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, archive: bool = True):
+        """`archive`: whether to keep the tokens that are read, for `recall`: 4 bytes a token."""
         super().__init__(config=config)
         # the parts besides the layers, by the prefix of their tensors in a file
-        self.others: dict[str, CachePart] = {"levels": LearnedLevels()}
+        self.others: dict[str, CachePart] = {"levels": LearnedLevels(), "archive": Archive(config.vocab_size, archive)}
+        # of `recall`, by row and length of a passage
+        self._indices: dict[tuple[int, int], PassageIndex] = {}
 
     @property
     def parts(self) -> dict[str, CachePart]:
@@ -131,10 +137,15 @@ class HopeCache(Rows, DynamicCache):
     def levels(self, state: LevelState | None) -> None:
         self.others["levels"].state = state
 
+    @property
+    def archive(self) -> Archive:
+        """The tokens that were read."""
+        return self.others["archive"]
+
     def __copy__(self) -> "HopeCache":
         """Another cache with the same tensors."""
         other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other.__dict__.update(self.__dict__, _indices={})
         return other.rollback(self.snapshot())
 
     def __deepcopy__(self, memo: dict) -> "HopeCache":
@@ -144,7 +155,9 @@ class HopeCache(Rows, DynamicCache):
                 "torch.no_grad(), or call detach_() before copying"
             )
         memo[id(self)] = fork = type(self).__new__(type(self))
-        fork.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # a fork makes its own indices: a database cannot be copied
+        contents = self.__dict__ | {"_indices": {}}
+        fork.__dict__.update(copy.deepcopy(contents, memo))
         return fork
 
     def snapshot(self) -> Snapshot:
@@ -192,6 +205,43 @@ class HopeCache(Rows, DynamicCache):
         # layers with a state first, since they raise
         for part in sorted(self.parts.values(), key=lambda part: not is_memory_layer(part)):
             part.crop(*args)
+        self.archive.crop_to(int(self.get_seq_length()))
+
+    def recall(
+        self,
+        question: str,
+        tokenizer: PreTrainedTokenizerBase,
+        tokens: int = 64,
+        pieces: int = 2,
+        row: int = 0,
+        stop: int | None = None,
+    ) -> list[Passage]:
+        """The passages of what was read that fit a question best, the best one first; none if no word of it was read.
+
+        The first call builds an index of the text (about a second for a million tokens), and later ones add what was
+        read since.
+
+        Args:
+            question: in the words of the text: the search knows no other ones (`recall.py`).
+            tokenizer: of the model.
+            tokens: the longest passage.
+            pieces: the most passages.
+            row: of the cache.
+            stop: column before which a passage ends; `None`: the whole text is searched.
+
+        Raises:
+            ValueError: nothing was read, or archived; another tokenizer; Python's SQLite cannot search.
+        """
+        columns = self.archive.tokens.cpu()
+        if not self.archive.is_kept:
+            raise ValueError("the cache keeps no archive to recall from: make it with HopeCache(config, archive=True)")
+        if not columns.numel():
+            raise ValueError("the cache has read nothing that it could recall: give it to the model with a text first")
+        index = self._indices.get((row, tokens))
+        if index is None or not index.is_of(tokenizer, columns[row]):
+            self._indices[row, tokens] = index = PassageIndex(tokenizer, tokens)
+        index.grow(columns[row])
+        return index.search(question, pieces, stop)
 
     @property
     def num_sequences(self) -> int:
@@ -384,23 +434,28 @@ class HopeCache(Rows, DynamicCache):
                 f"{folder / CACHE_FILE} was written by another model (or other weights of it): load it with that one"
             )
         learned = _popped(tensors, "levels.")
+        archived = _popped(tensors, "archive.")
+        # of files of before: the archive tells which tokens were read
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".digest")}
         one_token = cls._of_one_token(model).state_tensors()
         check_tensors(folder, tensors, one_token)
         for name, tensor in tensors.items():
             tensors[name] = tensor.to(one_token[name].device)
         cache = cls.from_state_tensors(model.config, tensors)
-        if learned:
-            try:
-                cache.levels = loaded_state(LevelState.of_named(learned), learning, model, cache.num_sequences)
-            except (KeyError, ValueError) as error:
-                raise ValueError(f"{folder / CACHE_FILE} {error}") from None
+        try:
+            if learned:
+                state = LevelState.of_named(learned)
+                cache.levels = loaded_state(state, learning, model, cache.num_sequences)
+            cache.archive.load_checked(archived, cache._shape())
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{folder / CACHE_FILE} {error}") from None
         cache._read_from = folder.resolve(), checksum
         return cache
 
     @classmethod
     def _of_one_token(cls, model: PreTrainedModel) -> "HopeCache":
         """The cache of one token, which shows names, shapes, dtypes and devices of the model's tensors."""
-        cache = cls(model.config)
+        cache = cls(model.config, archive=False)
         # weights that `device_map` offloads are on the meta device, and hooks move their inputs
         device = "cpu" if model.device.type == "meta" else model.device
         model.base_model(torch.zeros(1, 1, dtype=torch.long, device=device), cache=cache)

@@ -218,7 +218,6 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
         tensors = named_tensors(self.state)
         tensors["columns"] = torch.tensor([self.past.columns, int(self.past.is_uniform)])
         tensors["seen"] = self.past.seen
-        tensors["digest"] = self.past.digest
         return tensors
 
     def load(self, tensors: NamedTensors) -> None:
@@ -226,9 +225,8 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
         columns, is_uniform = tensors.pop("columns").tolist()
         if tensors:
             seen = tensors.pop("seen")
-            digest = tensors.pop("digest")
             state = state_of_named(self.state_class, tensors)
-            self.update_state(state, Past(columns, bool(is_uniform), seen, digest))
+            self.update_state(state, Past(columns, bool(is_uniform), seen))
 
     def add_padding(self, columns: int) -> None:
         """Count columns of padding in front of the text; no state depends on them."""
@@ -255,13 +253,12 @@ class HopeStaticMemoryLayer(HopeMemoryLayer):
         if self.state is None:
             # A Python number would become a constant of the compiled graph, and every token would compile another.
             columns = torch.tensor(past.columns, device=past.seen.device)
-            super().update_state(state, Past(columns, False, past.seen, past.digest))
+            super().update_state(state, Past(columns, False, past.seen))
             # Cloned, since the current weights and those of the chunk's start can be one tensor.
             self.map(lambda tensor: tensor.detach().clone())
             return
         self.past.columns.copy_(past.columns)
         self.past.seen.copy_(past.seen)
-        self.past.digest.copy_(past.digest)
         new = named_tensors(state)
         for name, tensor in named_tensors(self.state).items():
             tensor.copy_(new[name].detach())

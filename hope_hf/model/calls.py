@@ -78,7 +78,7 @@ def prepare_call(
     documents = read_documents(columns, position_ids, boundaries_of(options), hidden_states, cache)
     context = {"need_state": cache is not None}
     if trunk.has_state:
-        plans = plan_tokens(trunk, hidden_states, input_ids, documents, counts_before, cache is not None)
+        plans = plan_tokens(trunk, hidden_states, documents, counts_before)
         counts_after = next(iter(plans.values())).after
         if "plan" in plans:
             plans["plan"].is_frozen = reads_frozen(trunk, freeze_memories)
@@ -96,6 +96,9 @@ def prepare_call(
             # a recomputed block would write keys and values into the cache again
             layers = functional
             context["cache"] = None
+    archive = getattr(cache, "archive", None)
+    if archive is not None:
+        archive.add(input_ids, hidden_states, documents.padding, documents.position_ids)
     levels = getattr(cache, "levels", None)
     deltas = {} if levels is None else deltas_by_block(config, levels.deltas)
     graph_from = getattr(levels, "graph_from", 0)
@@ -105,17 +108,14 @@ def prepare_call(
 def plan_tokens(
     trunk: nn.Module,
     hidden_states: Tensor,
-    input_ids: Tensor | None,
     documents: Documents,
     past: Past | None,
-    keeps_digest: bool = False,
 ) -> dict:
     """Chunks, blocks and windows of a call's tokens, and their rotary angles, by the names of `Mixer.needs`.
 
     Args:
         hidden_states: [B, T, hidden_size].
         past: counts before the call, or `None` at a text's start.
-        keeps_digest: whether a cache keeps the digest of the tokens.
     """
     config = trunk.config
     arguments = {
@@ -124,8 +124,6 @@ def plan_tokens(
         "past": past,
         "padding_mask": documents.padding,
         "position_ids": documents.position_ids,
-        "input_ids": input_ids,
-        "keeps_digest": keeps_digest,
     }
     plans = {}
     if "chunks" in trunk.needs:

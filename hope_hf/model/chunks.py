@@ -17,7 +17,7 @@ slot 4. A single token that goes on is in slot 0; S is 1, and at most `valid` an
 padding, documents or unequal counts.
 
 Read `plan_chunks` first, and what it calls. `TokenPlan` and `plan_again` are for compiled graphs, `Sequences` is for
-kernels, and digests serve caches.
+kernels.
 
 Axes: B sequence in batch, T token of the call, S slot (a multiple of the chunk size, but for a single token), C slot
 of a span, b sequences times heads, K kernel size of the convolution.
@@ -35,10 +35,6 @@ from torch.utils._pytree import tree_map_only
 from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import is_compiled
-
-# The digest of a row's tokens is a polynomial modulo 2^64, so that each call can extend it:
-# digest_{t+1} = BASE (digest_t + id_t), with digest_0 = 1. The digest 0 means that the tokens are unknown.
-_BASE = 6364136223846793005
 
 
 class ChunkSpan(NamedTuple):
@@ -70,13 +66,11 @@ class Past(NamedTuple):
     is_uniform: bool
     # real tokens of each row's current document [B]
     seen: Tensor
-    # digest of each row's tokens [B], see `extend_digest`
-    digest: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Past":
-        """Counts with `function` applied to the tensors [B]."""
+        """Counts with `function` applied to the tensor [B]."""
         # torch 2.11 cannot return from a graph what `_replace` makes
-        return Past(self.columns, self.is_uniform, function(self.seen), function(self.digest))
+        return Past(self.columns, self.is_uniform, function(self.seen))
 
 
 @dataclass
@@ -206,8 +200,6 @@ def plan_slots(
     past: Past | None = None,
     padding_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    input_ids: Tensor | None = None,
-    keeps_digest: bool = False,
     grows: bool = False,
 ) -> SlotPlan | TokenPlan:
     """The slots of one call's tokens; a `TokenPlan` in a compiled graph, which branches on no value.
@@ -219,8 +211,6 @@ def plan_slots(
         padding_mask: [B, T], 0 for padding, or `None` without padding.
         position_ids: [B or 1, T]; a token at position 0 begins a document. An exported graph ignores them and reads
             one document per row.
-        input_ids: [B, T], or `None` for embeddings; used only for the digest.
-        keeps_digest: whether a cache keeps the digest.
         grows: whether the states grow with the text, so that a graph makes the slots of a single token, too.
     """
     batch_size, length = shape
@@ -230,10 +220,6 @@ def plan_slots(
     is_graph_of_token = length == 1 and past is not None and is_compiled()
     is_growing_token = grows and past is not None and isinstance(past.columns, int)
     makes_slots_later = is_compiled() and (length > 1 or is_growing_token)
-    if keeps_digest:
-        digest = _digest_after(past, input_ids, batch_size, device)
-    else:
-        digest = torch.zeros(batch_size, dtype=torch.long, device=device)
     begins = None
     if is_graph_of_token or makes_slots_later:
         if position_ids is not None:
@@ -247,11 +233,11 @@ def plan_slots(
     if not is_graph_of_token and is_one_document and (past is None or past.is_uniform):
         rows = None
         seen_after = torch.full((batch_size,), columns, device=device)
-        after = Past(columns, True, seen_after, digest)
+        after = Past(columns, True, seen_after)
         before, position = columns_before, None
     else:
         rows = _count_tokens(shape, device, past, padding_mask, begins)
-        after = Past(columns, False, rows.seen_after, digest)
+        after = Past(columns, False, rows.seen_after)
         before, position = rows.seen, rows.position
     if makes_slots_later:
         return TokenPlan(
@@ -479,7 +465,7 @@ def plan_again(
         is_uniform = seen is None
         if is_uniform:
             seen = torch.full(shape[:1], columns, device=device)
-        past = Past(columns, is_uniform, seen, digest=torch.zeros_like(seen))
+        past = Past(columns, is_uniform, seen)
     padding = tensors.get("padding")
     if padding is not None and bool((padding == 1).all()):
         padding = None
@@ -549,34 +535,3 @@ def _sequences_of(plan: SlotPlan) -> Sequences:
         last=last_sequence.clamp(min=0),
         has_tokens=plan.valid.any(1),
     )
-
-
-def _digest_after(past: Past | None, input_ids: Tensor | None, batch_size: int, device: torch.device) -> Tensor:
-    """The digest [B] of the text after the call; see `extend_digest`."""
-    before = torch.ones(batch_size, dtype=torch.long, device=device) if past is None else past.digest
-    return extend_digest(before, input_ids)
-
-
-def extend_digest(digest: Tensor, input_ids: Tensor | None) -> Tensor:
-    """The digest [B] after `input_ids` [B, T], from the digest [B] before them; int64.
-
-    A digest stays unknown once it is unknown; embeddings (`None`) make all digests unknown.
-    """
-    if input_ids is None:
-        return torch.zeros_like(digest)
-    if input_ids.shape[1] == 1:
-        return ((digest + input_ids[:, 0]) * _BASE).masked_fill_(digest == 0, 0)
-    # BASE^T to BASE^1; products and sums wrap around
-    powers = torch.full((input_ids.shape[1],), _BASE, device=digest.device).cumprod(0).flip(0)
-    extended = digest * powers[0] + (input_ids.long() * powers).sum(1)
-    return torch.where(digest == 0, 0, extended)
-
-
-def begins_with(input_ids: Tensor, digest: Tensor, length: int) -> bool:
-    """Whether rows [B, T] begin with the `length` tokens of `digest` [B or a multiple]; true for an unknown digest."""
-    rows = len(input_ids)
-    start = torch.ones(rows, dtype=torch.long, device=input_ids.device)
-    # beams and samples of a text share its row
-    copies = max(1, len(digest) // rows)
-    expected = extend_digest(start, input_ids[:, :length]).repeat_interleave(copies).to(digest.device)
-    return len(expected) == len(digest) and bool(((digest == 0) | (digest == expected)).all())

@@ -8,13 +8,14 @@ import transformers
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .cache_hope import CACHE_NAME, HopeCache, Snapshot, past_of, takes_cache
+from .cache_hope import CACHE_NAME, HopeCache, Snapshot, takes_cache
 from .calls import check_inputs, reads_frozen
-from .chunks import begins_with
 from .configuration_hope import HopeConfig
 from .documents import boundaries_of, check_mask, check_mask_values, later_begins
+from .recall import join_passages
 
 logger = logging.get_logger(__name__)
 # Before 5.21, a prefill in chunks treats a filled cache as empty.
@@ -55,8 +56,8 @@ class HopeGenerationMixin(GenerationMixin):
 
     transformers decides by the mask: with one column for every token of the cache and the input, the input is new;
     with as many columns as the input, or without a mask, it is the whole text. HOPE also compares the text: an input
-    that does not begin with the tokens of the cache is new, and its mask gets R more columns. A cache without a digest
-    of its tokens (of softmax attention, or filled from embeddings) decides by length: at most R tokens are new.
+    that does not begin with the tokens of the cache is new, and its mask gets R more columns. A cache without an
+    archive of tokens (switched off, or of embeddings) decides by length: at most R tokens are new.
 
     `generate` does not read the last token that it returns, so a continuation must begin with that token.
     """
@@ -73,9 +74,10 @@ class HopeGenerationMixin(GenerationMixin):
         learn: bool = False,
         learn_generated: bool = False,
         freeze_memories: bool | None = None,
+        recall: bool = False,
         **kwargs,
     ):
-        """As in transformers, and levels may learn (`config.level_learning`).
+        """As in transformers; levels may learn (`config.level_learning`), and passages may be recalled.
 
         Args:
             args: see `transformers.GenerationMixin.generate`.
@@ -84,6 +86,9 @@ class HopeGenerationMixin(GenerationMixin):
             learn_generated: whether they also learn from the new tokens, which are then read once more. What is
                 learned is kept in `cache`.
             freeze_memories: as in `forward`.
+            recall: whether the passages of what `cache` has read that fit the prompt best (`HopeCache.recall`) are
+                read before it. It needs `tokenizer`. Neither the result nor `cache` holds the passages: `cache` reads
+                the prompt and the new tokens once more, without them.
             kwargs: see `transformers.GenerationMixin.generate`.
         """
         learns = learn or learn_generated
@@ -94,6 +99,8 @@ class HopeGenerationMixin(GenerationMixin):
         # asked here, since a compiled forward pass cannot read the context
         if reads_frozen(self.base_model, freeze_memories):
             kwargs["freeze_memories"] = True
+        if recall:
+            return self._generate_with_passages(*args, learn=learn, learn_generated=learn_generated, **kwargs)
         if not learns:
             return super().generate(*args, **kwargs)
         prompt = _Prompt(learn)
@@ -123,6 +130,81 @@ class HopeGenerationMixin(GenerationMixin):
             logits_to_keep=1,
             freeze_memories=freeze_memories,
         )
+
+    @takes_cache
+    def _generate_with_passages(
+        self,
+        inputs: torch.Tensor | None = None,
+        *args,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: HopeCache | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        learn: bool = False,
+        learn_generated: bool = False,
+        freeze_memories: bool | None = None,
+        **kwargs,
+    ):
+        """`generate` after passages, which `cache` has not read at the end."""
+        input_ids = inputs if input_ids is None else input_ids
+        _require_recall(cache, tokenizer, input_ids)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        # a column for every token of the cache and the prompt
+        mask = _with_columns_read(attention_mask, input_ids, cache)
+        columns_read = int(cache.get_seq_length())
+        tokens = input_ids[:, columns_read - mask.shape[1] :]
+        mask_of_tokens = mask[:, columns_read:]
+        extended, extended_mask = _behind_passages(tokens, mask_of_tokens, cache, tokenizer)
+        self._require_window(extended.shape[1])
+        before = cache.snapshot()
+        prompt = _Prompt(learn=False)
+        output = super().generate(
+            extended,
+            *args,
+            attention_mask=torch.cat([mask[:, :columns_read], extended_mask], dim=1),
+            freeze_memories=freeze_memories,
+            learn=prompt,
+            **{CACHE_NAME: cache},
+            **_with_longer_prompt(kwargs, extended.shape[1] - input_ids.shape[1]),
+        )
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        generated = sequences[:, prompt.length :]
+        cache.rollback(before)
+        # several continuations of a prompt have a row each
+        repeats = len(generated) // len(tokens)
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+            tokens, mask, input_ids = (
+                tensor.repeat_interleave(repeats, dim=0) for tensor in (tokens, mask, input_ids)
+            )
+        # `generate` does not read the last token
+        for new, learns in ((tokens, learn), (generated[:, :-1], learn_generated)):
+            if new is not tokens:
+                mask = torch.cat([mask, prompt.is_real(new).to(mask.dtype)], dim=1)
+            if new.shape[1]:
+                self(
+                    new,
+                    attention_mask=mask,
+                    cache=cache,
+                    learn=learns,
+                    logits_to_keep=1,
+                    freeze_memories=freeze_memories,
+                )
+        sequences = torch.cat([input_ids, generated], dim=1)
+        if isinstance(output, torch.Tensor):
+            return sequences
+        output.sequences = sequences
+        return output
+
+    def _require_window(self, length: int) -> None:
+        """ValueError if a prompt of this length with its passages is longer than the attention's window."""
+        window = self.config.sliding_window
+        if "window_attention" in self.config.layer_types and length > window:
+            raise ValueError(
+                f"the prompt with the passages has {length} tokens, and the window {window}: the passages would have "
+                "left it before the answer, so shorten the prompt, or leave recall out"
+            )
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -230,6 +312,48 @@ class _Prompt:
         return real
 
 
+def _require_recall(cache, tokenizer, input_ids) -> None:
+    """ValueError if the arguments of `generate` do not allow recall."""
+    if not hasattr(cache, "recall"):
+        raise ValueError(
+            "recall=True reads passages of what a cache has read: give cache=HopeCache(model.config) that has read a "
+            f"text, not {'none' if cache is None else type(cache).__name__}"
+        )
+    if tokenizer is None:
+        raise ValueError("recall=True searches for the words of the prompt: give tokenizer=")
+    if input_ids is None or input_ids.ndim != 2:
+        raise ValueError("recall=True searches for the words of the prompt: give it as input_ids, not as embeddings")
+
+
+def _behind_passages(
+    tokens: torch.Tensor, mask: torch.Tensor, cache: HopeCache, tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts [B, N] behind the passages that fit them best, padded in front, and their mask."""
+    rows = []
+    for row, (tokens_of_row, real) in enumerate(zip(tokens, mask.bool(), strict=True)):
+        prompt = tokens_of_row[real]
+        question = tokenizer.decode(prompt, skip_special_tokens=True)
+        passages = cache.recall(question, tokenizer, row=row)
+        context = tokenizer(join_passages(passages), add_special_tokens=False)["input_ids"]
+        rows.append(torch.cat([prompt.new_tensor(context), prompt]))
+    longest = max(map(len, rows))
+    extended = tokens.new_zeros(len(rows), longest)
+    extended_mask = mask.new_zeros(len(rows), longest)
+    for row, ids in enumerate(rows):
+        extended[row, longest - len(ids) :] = ids
+        extended_mask[row, longest - len(ids) :] = 1
+    return extended, extended_mask
+
+
+def _with_longer_prompt(kwargs: dict, more: int) -> dict:
+    """The arguments of `generate` for a prompt of `more` tokens more: some lengths count it."""
+    kwargs = dict(kwargs)
+    for name in ("max_length", "min_length"):
+        if kwargs.get(name) is not None:
+            kwargs[name] += more
+    return kwargs
+
+
 def _require_one_text(mask: torch.Tensor | None, model_kwargs: dict) -> None:
     """ValueError if the mask or other arguments of `generate` mark several documents in a row."""
     markers = list(boundaries_of(model_kwargs))
@@ -274,12 +398,12 @@ def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
         return True
     if length < read:
         return False
-    past = past_of(cache)
-    if past is None:
+    archive = getattr(cache, "archive", None)
+    if archive is None or not archive.holds_tokens:
         return length > read
-    begins = begins_with(inputs, past.digest, read)
+    begins = archive.is_begin_of(inputs)
     if length == read:
-        if begins and bool((past.digest != 0).all()):
+        if begins:
             raise ValueError(
                 f"the input is the {read} tokens that the cache has read, and nothing follows them: give the "
                 f"tokens that follow, or, to read these again, an attention_mask of {2 * read} columns"

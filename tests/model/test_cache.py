@@ -106,3 +106,18 @@ def test_what_cannot_be_joined_split_or_rolled_back_is_refused(tiny_model):
         cache.split(torch.ones(1, 3))
     with pytest.raises(ValueError, match="other layers"):
         cache.rollback(deeper.snapshot())
+
+
+def test_caches_of_many_blocks_join_by_name(tiny_model, tmp_path):
+    """A file sorts block 10 before block 2; the cache from it joins one that was just read."""
+    model = tiny_model(num_hidden_layers=11, level_learning=LEARNS | {"periods": [4, 8], "blocks": list(range(11))})
+    caches = []
+    for row in range(2):
+        cache = HopeCache(model.config)
+        model(random_ids(1, 12, seed=row), cache=cache, learn=True)
+        caches.append(cache)
+    caches[1].save_pretrained(tmp_path, model)
+    joined, _ = HopeCache.joined([caches[0], HopeCache.from_pretrained(tmp_path, model)])
+    for row, cache in enumerate(caches):
+        for key, delta in cache.levels.deltas.items():
+            assert torch.equal(joined.levels.deltas[key][row], delta[0]), key
