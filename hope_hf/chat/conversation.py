@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from hope_hf import HopeCache
+from hope_hf import HopeCache, Passage, join_passages
 from hope_hf.data import Chat, ChatTemplate, plain_ids
 
+# How passages are read before a message, by the table in docs/convert.md.
+_WITH_PASSAGES = 'Passage:\n"{passages}"\n\nQuestion: {message}'
 # More tokens than any window holds.
 _LONG = 1 << 30
 
@@ -25,6 +27,8 @@ class Transcript(NamedTuple):
     messages: tuple[dict[str, str], ...] = ()
     # these messages as the model has read and written them; special tokens that they spell are broken
     text: str = ""
+    # columns that the cache had read before them: recall searches these
+    begins: int = 0
 
 
 class Turn(NamedTuple):
@@ -52,6 +56,8 @@ class Conversation:
         cache: what the model has read, and what its levels have learned.
         transcript: what else the next message needs.
         learn: whether levels learn from messages and files, and `learn_generated` also from answers.
+        recall: whether passages of what was read before the conversation are read again before a message.
+        sources: these passages, of the last answer, the best one first.
         last: what the last message or file took; `None` before the first, and after `undo`.
     """
 
@@ -63,6 +69,7 @@ class Conversation:
         transcript: Transcript | None = None,
         learn: bool = False,
         learn_generated: bool = False,
+        recall: bool = False,
         **options,
     ):
         """`options`: arguments of `generate`, `max_new_tokens` among them."""
@@ -73,6 +80,8 @@ class Conversation:
         self.transcript = Transcript() if transcript is None else transcript
         self.learn = learn
         self.learn_generated = learn_generated
+        self.recall = recall
+        self.sources: list[Passage] = []
         self.last: Turn | None = None
         # snapshot of the cache, and transcript, before the last turn
         self._before: tuple | None = None
@@ -102,9 +111,14 @@ class Conversation:
     def state_size(self) -> str:
         """Size of what was read, without what levels have learned, in words."""
         size = sum(tensor.nbytes for tensor in self.cache.state_tensors().values())
-        size -= self.cache.level_bytes
+        size -= self.cache.level_bytes + self.archive_bytes
         growth = "grows with every token" if self.grows else "constant"
         return f"{size / 1e6:,.1f} MB, {growth}"
+
+    @property
+    def archive_bytes(self) -> int:
+        """Size of the words of what was read."""
+        return sum(tensor.nbytes for tensor in self.cache.archive.named_tensors().values())
 
     def say(self, message: str) -> str:
         """The answer to a message, which is printed while it is made.
@@ -114,8 +128,13 @@ class Conversation:
                 was read.
         """
         text, ids = self._continued(message)
+        passages = self._passages(message)
         with self.turn():
-            new_ids = self._generate(ids, "message")
+            if passages:
+                new_ids = self._generate_with_passages(message, ids, passages)
+            else:
+                new_ids = self._generate(ids, "message", self.learn, self.learn_generated)
+            self.sources = passages
             answer = self.tokenizer.decode(new_ids, skip_special_tokens=True)
             text += self.tokenizer.decode(new_ids, skip_special_tokens=False)
             new_messages = ({"role": "user", "content": message}, {"role": "assistant", "content": answer})
@@ -123,8 +142,40 @@ class Conversation:
                 unread=(new_ids[-1],),
                 messages=self.transcript.messages + new_messages,
                 text=self.transcript.text + text,
+                begins=self.transcript.begins,
             )
         return answer
+
+    def _passages(self, message: str) -> list[Passage]:
+        """The passages that are read before a message: none without recall, or if nothing was read or fits."""
+        begins = self.transcript.begins
+        if not self.recall or not begins:
+            return []
+        return self.cache.recall(message, self.tokenizer, stop=begins)
+
+    def _generate_with_passages(self, message: str, ids: list[int], passages: list[Passage]) -> list[int]:
+        """The answer to a message, whose tokens are `ids`, after passages, which the cache has not read at the end."""
+        before = self.cache.snapshot()
+        prompt = _WITH_PASSAGES.format(passages=join_passages(passages).strip(), message=message)
+        _, ids_with_passages = self._continued(prompt)
+        window = self.model.config.sliding_window
+        if window is not None and len(ids_with_passages) > window:
+            raise ValueError(
+                f"the message and its passages have {len(ids_with_passages):,} tokens, and the window of the model "
+                f"{window:,}: shorten the message, or leave --recall out."
+            )
+        new_ids = self._generate(ids_with_passages, "message", learn=False, learn_generated=False)
+        self.cache.rollback(before)
+        self._read([*self.transcript.unread, *ids], self.learn)
+        # `generate` does not read the last token
+        self._read(new_ids[:-1], self.learn_generated)
+        return new_ids
+
+    @torch.no_grad()
+    def _read(self, ids: list[int], learn: bool) -> None:
+        """Read tokens without an answer."""
+        if ids:
+            self.model(self.as_input(ids), cache=self.cache, learn=learn, logits_to_keep=1)
 
     def complete(self, text: str) -> str:
         """The continuation of a text that follows what was read, without a template; printed while it is made.
@@ -135,11 +186,11 @@ class Conversation:
         with self.turn():
             # A prompt is read as transformers reads it: special tokens that it spells are special.
             ids = self.tokenizer(text, add_special_tokens=not self.has_begun, verbose=False)["input_ids"]
-            new_ids = self._generate(ids, "text")
-            self.transcript = Transcript((new_ids[-1],))
+            new_ids = self._generate(ids, "text", self.learn, self.learn_generated)
+            self.transcript = Transcript((new_ids[-1],), begins=self.cache.get_seq_length())
         return self.tokenizer.decode(new_ids, skip_special_tokens=True)
 
-    def _generate(self, ids: list[int], named: str) -> list[int]:
+    def _generate(self, ids: list[int], named: str, learn: bool, learn_generated: bool) -> list[int]:
         """The tokens that the model writes after it has read `ids`, within a turn."""
         start = time.perf_counter()
         ids = [*self.transcript.unread, *ids]
@@ -151,8 +202,8 @@ class Conversation:
             tokens,
             attention_mask=tokens.new_ones(1, self.cache.get_seq_length() + len(ids)),
             cache=self.cache,
-            learn=self.learn,
-            learn_generated=self.learn_generated,
+            learn=learn,
+            learn_generated=learn_generated,
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
             eos_token_id=self._ends,
             pad_token_id=self._ends[0],
@@ -237,6 +288,7 @@ class Conversation:
         snapshot, self.transcript = self._before
         self.cache.rollback(snapshot)
         self._before = self.last = None
+        self.sources = []
 
     def forget(self) -> int:
         """Drop what the levels have learned; returns its bytes. It can be undone."""

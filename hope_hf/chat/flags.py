@@ -22,6 +22,7 @@ class KeptArguments:
         None, "Folder that keeps what was read and learned: continued if it exists, saved at the end."
     )
     learn: bool = flag(False, "Let the levels learn from what is read: files, messages, prompts.")
+    archive: bool = flag(True, "Keep the words of what is read, 3 or 4 bytes a token; --no_archive: do not.")
 
 
 @dataclass
@@ -38,6 +39,9 @@ class TextArguments(KeptArguments):
     file: list[str] | None = flag(None, "Text files that are read first, in this order.")
     prompt: list[str] | None = flag(
         None, "Messages that are answered, in this order, instead of those you type.", is_text=True
+    )
+    recall: bool = flag(
+        False, "Before a message, read the passages again that fit its words best, of what was read before."
     )
     compare: bool = flag(False, "Also read the files with frozen levels, to show what learning brings; needs --learn.")
 
@@ -157,6 +161,8 @@ def _parse(parser: Parser, kind: type, argv: list[str]):
     for name in ("compare", "learn_generated"):
         if getattr(args, name, False) and not args.learn:
             raise ValueError(f"--{name} is about learning: add --learn, or leave --{name} out.")
+    if getattr(args, "recall", False) and not args.archive:
+        raise ValueError("--recall searches the words that --no_archive drops: leave one of them out.")
     drawn = sorted(named & DRAWS)
     if drawn and args.do_sample is False:
         raise ValueError(f"--{drawn[0]} is for drawn tokens: leave it out, or --do_sample false.")

@@ -71,15 +71,21 @@ class Memory:
             )
         file = self.folder / CHAT_FILE
         if not file.exists():
-            return cache, Transcript()
+            return cache, Transcript(begins=cache.get_seq_length())
         fix = "remove the file to begin a new conversation with what was read"
         content = read_object(file, "--memory: the file", fix)
         if not _is_conversation(content, model.config.vocab_size):
             raise ValueError(f"--memory: the file {file} holds no conversation of this model: {fix}.")
         if content["tokens"] != cache.get_seq_length():
             # the cache was written later, by another program
-            return cache, Transcript()
-        return cache, Transcript(tuple(content["unread"]), tuple(content["messages"]), content["text"])
+            return cache, Transcript(begins=cache.get_seq_length())
+        return cache, Transcript(
+            unread=tuple(content["unread"]),
+            messages=tuple(content["messages"]),
+            text=content["text"],
+            # files of before do not say where the conversation began
+            begins=content.get("begins", content["tokens"]),
+        )
 
     def save(self, conversation: Conversation) -> int:
         """Write what was read, learned and said; returns the bytes of the files.
@@ -131,14 +137,17 @@ class Memory:
 
 def _is_conversation(content: dict, vocab_size: int) -> bool:
     """Whether this is the content of a CHAT_FILE."""
-    if content.keys() != {"tokens", *Transcript._fields}:
+    names = {"tokens", *Transcript._fields}
+    if content.keys() not in (names, names - {"begins"}):
         return False
     unread, messages = content["unread"], content["messages"]
     if not isinstance(unread, list) or not isinstance(messages, list) or not isinstance(content["text"], str):
         return False
     if not all(_is_count(token) and token < vocab_size for token in unread):
         return False
-    return _is_count(content["tokens"]) and all(map(_is_message, messages))
+    if not _is_count(content["tokens"]) or not _is_count(content.get("begins", 0)):
+        return False
+    return all(map(_is_message, messages))
 
 
 def _is_count(value: object) -> bool:

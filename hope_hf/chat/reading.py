@@ -106,7 +106,7 @@ def read_text(conversation: Conversation, path: str, text: str, compare: bool = 
             readers.append(_Reader("frozen", copy.deepcopy(cache).reset_levels(), learn=False))
         levels_before = cache.levels
         _read(conversation, readers, ids, name)
-        conversation.transcript = Transcript()
+        conversation.transcript = Transcript(begins=cache.get_seq_length())
         conversation.last = Turn(len(ids), 0, reader.seconds)
     rows = [reader.row for reader in readers]
     lines = [f"{name}: {len(ids):,} tokens, {conversation.last.speed:,.0f} per second", "", markdown_table(rows), ""]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import transformers
 
-from hope_hf import LevelLearning
+from hope_hf import HopeCache, LevelLearning
 from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import is_hope, load_config
 from hope_hf.common.process import choose_device, set_up_cpu
@@ -82,6 +82,17 @@ def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Convers
             say = f"{named} has no fields of learning: its levels learn with the defaults, which docs/levels.md lists."
             print(say, file=sys.stderr, flush=True)
     cache, transcript = (None, Transcript()) if memory is None else memory.load(model)
+    if cache is None:
+        cache = HopeCache(config)
+    if not args.archive:
+        cache.archive.stop()
+    recalls = getattr(args, "recall", False)
+    if recalls and cache.get_seq_length() and not cache.archive.holds_tokens:
+        print(
+            f"--recall: {args.memory} does not hold the words of what was read: read the files again to search them.",
+            file=sys.stderr,
+            flush=True,
+        )
     torch.manual_seed(args.seed)
     return Conversation(
         model,
@@ -90,6 +101,7 @@ def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Convers
         transcript,
         learn=args.learn,
         learn_generated=args.learn_generated,
+        recall=recalls,
         max_new_tokens=args.max_new_tokens,
         **_sampling(args),
     )

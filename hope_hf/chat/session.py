@@ -18,6 +18,7 @@ COMMANDS = {
     "/undo": "take back the last message and its answer, the last file, or /forget",
     "/forget": "drop what the levels have learned; what was read stays known",
     "/state": "show what was read and learned, its size, and the speed",
+    "/source": "show the passages that were read again for the last answer, and where they stand",
     "/save": "write --memory now",
     "/help": "show this list",
     "/quit": "save --memory and end, as Ctrl-D does",
@@ -106,6 +107,8 @@ class Session:
                 self._report(f"Dropped {size / 1e6:,.1f} MB that the levels had learned.")
             case "/state":
                 print(self._state(), flush=True)
+            case "/source":
+                print(self._sources(), flush=True)
             case "/save":
                 if self.memory is None:
                     raise ValueError("/save needs a folder: start with --memory FOLDER.")
@@ -123,7 +126,11 @@ class Session:
     def _state(self) -> str:
         conversation = self.conversation
         levels = conversation.cache.levels
-        lines = [f"read     {self._tokens()}", f"state    {conversation.state_size}"]
+        lines = [
+            f"read     {self._tokens()}",
+            f"state    {conversation.state_size}",
+            f"archive  {conversation.archive_bytes / 1e6:,.1f} MB",
+        ]
         if levels is None:
             lines.append("learned  nothing")
         else:
@@ -131,6 +138,17 @@ class Session:
             lines.append(f"learned  from {tokens:,} tokens: {steps:,} steps, {learned_size(conversation)}")
         if conversation.last is not None:
             lines.append(f"speed    {conversation.last}")
+        return "\n".join(lines)
+
+    def _sources(self) -> str:
+        if not self.args.recall:
+            raise ValueError("/source shows what --recall has found: start with --recall.")
+        sources = self.conversation.sources
+        if not sources:
+            return "No passage was read again for the last answer."
+        lines = []
+        for number, passage in enumerate(sources, 1):
+            lines.append(f"{number}. tokens {passage.start:,} to {passage.stop:,}: {' '.join(passage.text.split())}")
         return "\n".join(lines)
 
     def _tokens(self) -> str:
