@@ -62,13 +62,16 @@ class SuiteArguments:
 
     suite: str = flag(
         "perplexity,sample",
-        "Comma-separated suites: perplexity, passkey, needle, memory, zero_shot, continual, "
+        "Comma-separated suites: perplexity, passkey, needle, recall, memory, zero_shot, continual, "
         "class_incremental, sample.",
     )
     lengths: str | None = flag(None, "Comma-separated lengths in tokens; k is 1,024 (1k,2k,4k).")
     depths: str = flag("0,0.25,0.5,0.75,1", "passkey, needle: position of the key, from 0 (first) to 1 (last).")
     samples_per_length: int = flag(
-        4, "passkey, needle: samples per length and depth. perplexity: texts per longest length.", least=1, most=10_000
+        4,
+        "passkey, needle: samples per length and depth. perplexity: texts per longest length. recall: texts.",
+        least=1,
+        most=10_000,
     )
     samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
     tasks: str | None = flag(

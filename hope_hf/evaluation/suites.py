@@ -8,6 +8,7 @@ from .flags import LM_EVAL, Arguments, names
 from .memory import memory
 from .needle.retrieval import needle, passkey
 from .perplexity import perplexity
+from .recall.suite import recall
 from .sample import sample
 from .zero_shot import zero_shot
 
@@ -15,6 +16,7 @@ SUITES = {
     "perplexity": perplexity,
     "passkey": passkey,
     "needle": needle,
+    "recall": recall,
     "memory": memory,
     "zero_shot": zero_shot,
     "continual": continual,

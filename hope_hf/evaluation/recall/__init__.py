@@ -1,0 +1,1 @@
+"""Facts that a text states, asked for after it was read."""
