@@ -76,7 +76,7 @@ class SuiteArguments:
     samples_per_class: int = flag(2, "class_incremental: test sentences of each class.", **COUNT)
     tasks: str | None = flag(
         None,
-        "Comma-separated tasks. needle, class_incremental: their own (default: all); zero_shot: "
+        "Comma-separated tasks. needle, recall, class_incremental: their own (default: all); zero_shot: "
         "lm-eval's, YAML files with --trust_remote_code, or paper for the nine of the paper (default).",
     )
     num_fewshot: int | None = flag(

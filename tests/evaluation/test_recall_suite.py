@@ -95,13 +95,12 @@ def test_suite_has_a_row_for_every_reading(tiny_model, tmp_path, monkeypatch):
     args = Arguments(validation_file=str(novel), lengths="2k", samples_per_length=1)
     result = suite.recall(args, Subject(model, tokenizer))
     answers, passages, losses = result.tables.values()
-    readings = ["as it is", "recall", "memories frozen", "levels learn", "full attention"]
-    assert list(dict.fromkeys(row["reading"] for row in answers)) == readings
+    assert tuple(dict.fromkeys(row["reading"] for row in answers)) == suite.READINGS
     assert all(row["n"] == 2 * FACTS_OF_A_KIND for row in answers)
     found = {row["form"]: row["found"] for row in passages}
     assert found["cloze"] == found["question"] == 1
     # the names alone stand in the paraphrases
     assert found["paraphrase"] >= 0.5
-    assert len(losses) == 4
+    assert [row["reading"] for row in losses] == ["read", "frozen", "learn", "full"]
     result.pictures["recall.png"](tmp_path / "recall.png")
     assert (tmp_path / "recall.png").stat().st_size

@@ -20,7 +20,7 @@ from hope_hf.common.models import is_hope
 from hope_hf.data import plain_ids
 
 from ..display import curves, progress
-from ..flags import MODEL, TEXT, Arguments, parse_lengths, suite
+from ..flags import MODEL, TEXT, Arguments, chosen_tasks, parse_lengths, suite
 from ..held_out import held_out_documents
 from ..result import CannotRun, Row, SuiteResult, mean_and_stderr, put, summary_row
 from ..subject import Subject
@@ -29,6 +29,8 @@ from .facts import Fact, TextWithFacts, text_with_facts
 from .kinds import FACTS_OF_A_KIND
 
 DEFAULT_LENGTHS = "4k"
+# Ways of reading, which `--tasks` chooses.
+READ, RECALL, FROZEN, LEARN, FULL = READINGS = ("read", "recall", "frozen", "learn", "full")
 # Tokens of a call that reads.
 _PIECE = 512
 
@@ -39,10 +41,8 @@ class Reading:
 
     name: str
     model: PreTrainedModel
-    learn: bool = False
-    frozen: bool = False
-    # whether the questions are asked once more, with passages that the cache recalls
-    recalls: bool = False
+    # the readings whose questions are asked after it: RECALL reads as READ does
+    asked: list[str]
 
 
 @dataclass
@@ -117,9 +117,9 @@ class Measurement:
         return rows
 
 
-@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed")
+@suite(*MODEL, *TEXT, "tasks", "lengths", "samples_per_length", "limit", "seed", tasks=READINGS)
 def recall(args: Arguments, subject: Subject) -> SuiteResult:
-    """Made-up facts between the paragraphs of a text, asked for at its end.
+    """Made-up facts between the paragraphs of a text, asked for at its end; `--tasks` names the ways of reading.
 
     Raises ValueError for lengths that the facts, the text or the model's positions do not allow.
     """
@@ -136,7 +136,7 @@ def recall(args: Arguments, subject: Subject) -> SuiteResult:
     for length, seed in product(lengths, seeds):
         texts.append((length, _text(subject, novel, length, seed)))
     measurement = Measurement()
-    readings = list(_readings(subject))
+    readings = _readings(subject, chosen_tasks(args, "recall", READINGS))
     with progress(None, "recall", len(texts) * len(readings)) as bar:
         for (length, text), reading in product(texts, readings):
             if _fits(reading, length):
@@ -152,16 +152,23 @@ def _text(subject: Subject, text: str, length: int, seed: int) -> TextWithFacts:
         raise ValueError(f"--lengths asks for {length:,} tokens: {error}.") from None
 
 
-def _readings(subject: Subject):
-    """The ways in which the subject can read."""
+def _readings(subject: Subject, chosen: list[str]) -> list[Reading]:
+    """The chosen ways in which the subject can read.
+
+    Raises CannotRun if it can read in none of them.
+    """
     model = subject.model
-    yield Reading("as it is", model, recalls=True)
-    if subject.has_memory:
-        yield Reading("memories frozen", model, frozen=True)
-    if subject.learns:
-        yield Reading("levels learn", model, learn=True)
-    if "window_attention" in model.config.layer_types:
-        yield Reading("full attention", _with_full_attention(model))
+    plain = [name for name in chosen if name in (READ, RECALL)]
+    readings = [Reading(READ, model, plain)] if plain else []
+    if FROZEN in chosen and subject.has_memory:
+        readings.append(Reading(FROZEN, model, [FROZEN]))
+    if LEARN in chosen and subject.learns:
+        readings.append(Reading(LEARN, model, [LEARN]))
+    if FULL in chosen and "window_attention" in model.config.layer_types:
+        readings.append(Reading(FULL, _with_full_attention(model), [FULL]))
+    if not readings:
+        raise CannotRun(f"--tasks {','.join(chosen)}: the model cannot read so: choose {READ} or {RECALL}.")
+    return readings
 
 
 def _with_full_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -182,23 +189,21 @@ def _fits(reading: Reading, length: int) -> bool:
 def _measure(measurement: Measurement, subject: Subject, reading: Reading, length: int, text: TextWithFacts) -> None:
     """Read a text, and ask for its facts."""
     cache = HopeCache(reading.model.config)
-    frozen = frozen_memories(reading.model) if reading.frozen else nullcontext()
+    frozen = frozen_memories(reading.model) if reading.name == FROZEN else nullcontext()
     with frozen:
         loss = _read(reading, cache, text.ids)
         measurement.losses[length, reading.name].append(loss)
-        for form, prompt_of in FORMS.items():
-            tally = measurement.tallies[length, reading.name, form]
-            for facts in _by_kind(text.facts):
-                prompts = [prompt_of(fact) for fact in facts]
-                tally.add(_answers(reading, subject, cache, facts, prompts))
-            if reading.recalls:
-                tally = measurement.tallies[length, "recall", form]
-                search = measurement.searches[length, form]
-                for facts in _by_kind(text.facts):
-                    prompts = []
-                    for fact in facts:
-                        prompts.append(_recalled(subject, cache, search, fact, form) + prompt_of(fact))
-                    tally.add(_answers(reading, subject, cache, facts, prompts))
+        for asked, form, facts in product(reading.asked, FORMS, _by_kind(text.facts)):
+            prompts = []
+            for fact in facts:
+                prompt = FORMS[form](fact)
+                if asked == RECALL:
+                    search = measurement.searches[length, form]
+                    prompt = _passages(subject, cache, search, fact, form) + prompt
+                prompts.append(prompt)
+            answers = [fact.answer for fact in facts]
+            measured = answers_of(reading.model, subject.tokenizer, cache, prompts, answers)
+            measurement.tallies[length, asked, form].add(measured)
 
 
 def _by_kind(facts: list[Fact]) -> list[list[Fact]]:
@@ -209,15 +214,10 @@ def _by_kind(facts: list[Fact]) -> list[list[Fact]]:
     return list(kinds.values())
 
 
-def _answers(reading: Reading, subject: Subject, cache: HopeCache, facts: list[Fact], prompts: list[str]) -> Answers:
-    answers = [fact.answer for fact in facts]
-    return answers_of(reading.model, subject.tokenizer, cache, prompts, answers)
-
-
 def _read(reading: Reading, cache: HopeCache, ids: list[int]) -> float:
     """Mean loss of the tokens of a text in nats, while the cache reads it."""
     device = reading.model.device
-    options = {"learn": True} if reading.learn else {}
+    options = {"learn": True} if reading.name == LEARN else {}
     losses = []
     last: Tensor | None = None
     for piece in torch.tensor([ids]).split(_PIECE, dim=1):
@@ -230,7 +230,7 @@ def _read(reading: Reading, cache: HopeCache, ids: list[int]) -> float:
     return float(torch.cat(losses).double().mean())
 
 
-def _recalled(subject: Subject, cache: HopeCache, search: Search, fact: Fact, form: str) -> str:
+def _passages(subject: Subject, cache: HopeCache, search: Search, fact: Fact, form: str) -> str:
     """The passages that a question finds, as they are read before it."""
     start = time.perf_counter()
     passages = cache.recall(getattr(fact, form), subject.tokenizer)
