@@ -85,6 +85,9 @@ def begin(args: Arguments | GenerateArguments, memory: Memory | None) -> Convers
     if cache is None:
         cache = HopeCache(config)
     if not args.archive:
+        if cache.archive.holds_tokens:
+            dropped = f"--no_archive drops the words of what was read from {args.memory}: --recall cannot search them."
+            print(dropped, file=sys.stderr, flush=True)
         cache.archive.stop()
     recalls = getattr(args, "recall", False)
     if recalls and cache.get_seq_length() and not cache.archive.holds_tokens:

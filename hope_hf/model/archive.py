@@ -135,15 +135,16 @@ class Archive(CachePart):
     def named_tensors(self, level_dtype: str = "float32") -> NamedTensors:
         """The tokens for a file: `tokens` [B, T] of uint16 and `begins` [B, T], whether a document begins, of bool.
 
-        If ids do not fit into 16 bits, it is one tensor `tokens` of int32.
+        If an id does not fit into 16 bits, it is one tensor `tokens` of int32.
         """
         if self._tokens is None:
             return {}
         tokens = self._tokens
-        if self.vocab_size > _EMPTY_16:
-            return {"tokens": tokens}
         begins = tokens >= BEGINS
         ids = torch.where(begins, tokens - BEGINS, tokens)
+        # asked of the ids, since a vocabulary may have grown
+        if (ids >= _EMPTY_16).any():
+            return {"tokens": tokens}
         ids = torch.where(ids == EMPTY, _EMPTY_16, ids)
         return {"tokens": ids.to(torch.uint16), "begins": begins}
 
@@ -157,6 +158,10 @@ class Archive(CachePart):
             tokens = torch.where(tensors["begins"], tokens + BEGINS, tokens)
         self._tokens = tokens
 
+    def load_empty(self, shape: tuple[int, int]) -> None:
+        """Rows and columns without tokens: what a cache of before has read is not known."""
+        self._tokens = torch.full(shape, EMPTY, dtype=torch.int32)
+
     def load_checked(self, tensors: NamedTensors, shape: tuple[int, int]) -> None:
         """Restore the tensors of a file.
 
@@ -168,10 +173,10 @@ class Archive(CachePart):
             ValueError: the tensors are not those of such an archive.
         """
         if not tensors:
-            self._tokens = torch.full(shape, EMPTY, dtype=torch.int32)
+            self.load_empty(shape)
             return
         needed = {"tokens": (torch.int32, shape)}
-        if self.vocab_size <= _EMPTY_16:
+        if "begins" in tensors:
             needed = {"tokens": (torch.uint16, shape), "begins": (torch.bool, shape)}
         if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != needed:
             raise ValueError("holds an archive of other tokens than the cache has read")

@@ -34,7 +34,7 @@ from .cache_parts import (
 )
 from .chunks import Past
 from .level_learning import loaded_state
-from .recall import Passage, PassageIndex
+from .recall import Passage, PassageIndex, check_search
 
 # What this transformers calls a cache in calls and outputs: `past_key_values` before 5.24.
 CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
@@ -145,8 +145,12 @@ class HopeCache(Rows, DynamicCache):
     def __copy__(self) -> "HopeCache":
         """Another cache with the same tensors."""
         other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__, _indices={})
+        other.__dict__.update(self.__getstate__())
         return other.rollback(self.snapshot())
+
+    def __getstate__(self) -> dict:
+        # a database cannot be pickled or copied: another cache makes its own
+        return self.__dict__ | {"_indices": {}}
 
     def __deepcopy__(self, memo: dict) -> "HopeCache":
         if any(tensor.grad_fn is not None for tensor in self.state_tensors().values()):
@@ -155,9 +159,7 @@ class HopeCache(Rows, DynamicCache):
                 "torch.no_grad(), or call detach_() before copying"
             )
         memo[id(self)] = fork = type(self).__new__(type(self))
-        # a fork makes its own indices: a database cannot be copied
-        contents = self.__dict__ | {"_indices": {}}
-        fork.__dict__.update(copy.deepcopy(contents, memo))
+        fork.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return fork
 
     def snapshot(self) -> Snapshot:
@@ -227,21 +229,25 @@ class HopeCache(Rows, DynamicCache):
             tokens: the longest passage.
             pieces: the most passages.
             row: of the cache.
-            stop: column before which a passage ends; `None`: the whole text is searched.
+            stop: only the columns before it are searched; `None`: the whole text.
 
         Raises:
-            ValueError: nothing was read, or archived; another tokenizer; Python's SQLite cannot search.
+            ValueError: nothing was read, or archived; another tokenizer; no such row; Python's SQLite cannot search.
         """
+        check_search(question, tokenizer, tokens, pieces)
         columns = self.archive.tokens.cpu()
         if not self.archive.is_kept:
             raise ValueError("the cache keeps no archive to recall from: make it with HopeCache(config, archive=True)")
         if not columns.numel():
             raise ValueError("the cache has read nothing that it could recall: give it to the model with a text first")
+        if row not in range(len(columns)):
+            raise ValueError(f"row is {row}, and the cache has {len(columns)}: give one of 0 to {len(columns) - 1}")
+        searched = columns[row, :stop]
         index = self._indices.get((row, tokens))
-        if index is None or not index.is_of(tokenizer, columns[row]):
+        if index is None or not index.is_of(tokenizer, searched):
             self._indices[row, tokens] = index = PassageIndex(tokenizer, tokens)
-        index.grow(columns[row])
-        return index.search(question, pieces, stop)
+        index.grow(searched)
+        return index.search(question, pieces)
 
     @property
     def num_sequences(self) -> int:
@@ -373,6 +379,8 @@ class HopeCache(Rows, DynamicCache):
             if is_memory_layer(part) and "columns" not in contents:
                 raise ValueError(f"the saved memory has no layer {prefix}: it belongs to a model with fewer layers")
             part.load(contents)
+        if not cache.archive.tokens.numel() and cache.get_seq_length():
+            cache.archive.load_empty(cache._shape())
         return cache
 
     def save_pretrained(

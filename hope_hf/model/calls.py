@@ -249,12 +249,12 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: Tensor) -> Past
             checked.add(kind)
         # a layer that quantises its keys may hold none of them as they are
         elif state_class is None and layer.is_initialized and layer.keys is not None and layer.keys.numel():
-            _check_rows(len(layer.keys), hidden_states)
+            check_rows(len(layer.keys), hidden_states)
             _check_keys(layer.keys.dtype, hidden_states)
             checked.add(kind)
     past = past_of(cache)
     if past is not None:
-        _check_rows(len(past.seen), hidden_states)
+        check_rows(len(past.seen), hidden_states)
     return past
 
 
@@ -262,10 +262,11 @@ def _name(state_class: type[tuple] | None) -> str | None:
     return None if state_class is None else state_class.__name__
 
 
-def _check_rows(cached_rows: int, hidden_states: Tensor) -> None:
-    if cached_rows != len(hidden_states):
+def check_rows(cached_rows: int, inputs: Tensor) -> None:
+    """ValueError if a cache has another number of rows than inputs [B, ...]."""
+    if cached_rows != len(inputs):
         raise ValueError(
-            f"the cache holds {cached_rows} sequences, and the input {len(hidden_states)}: choose rows with "
+            f"the cache holds {cached_rows} sequences, and the input {len(inputs)}: choose rows with "
             "batch_select_indices or batch_repeat_interleave"
         )
 

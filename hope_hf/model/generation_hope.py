@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 import transformers
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import BaseStreamer, GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .cache_hope import CACHE_NAME, HopeCache, Snapshot, takes_cache
-from .calls import check_inputs, reads_frozen
+from .calls import check_inputs, check_rows, reads_frozen
 from .configuration_hope import HopeConfig
 from .documents import boundaries_of, check_mask, check_mask_values, later_begins
 from .recall import join_passages
@@ -122,30 +122,25 @@ class HopeGenerationMixin(GenerationMixin):
             return
         is_real = prompt.is_real(tokens).to(prompt.mask.dtype)
         cache.rollback(prompt.snapshot)
-        self(
-            tokens,
-            attention_mask=torch.cat([prompt.mask, is_real], dim=1),
-            cache=cache,
-            learn=True,
-            logits_to_keep=1,
-            freeze_memories=freeze_memories,
-        )
+        self._read_again(tokens, torch.cat([prompt.mask, is_real], dim=1), cache, True, freeze_memories)
 
     @takes_cache
     def _generate_with_passages(
         self,
         inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
         *args,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cache: HopeCache | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        streamer: BaseStreamer | None = None,
         learn: bool = False,
         learn_generated: bool = False,
         freeze_memories: bool | None = None,
         **kwargs,
     ):
-        """`generate` after passages, which `cache` has not read at the end."""
+        """`generate` after passages, which `cache` has not read at the end; it stays as it was after an error."""
         input_ids = inputs if input_ids is None else input_ids
         _require_recall(cache, tokenizer, input_ids)
         if attention_mask is None:
@@ -157,45 +152,69 @@ class HopeGenerationMixin(GenerationMixin):
         mask_of_tokens = mask[:, columns_read:]
         extended, extended_mask = _behind_passages(tokens, mask_of_tokens, cache, tokenizer)
         self._require_window(extended.shape[1])
+        if streamer is not None:
+            streamer = _StreamerOfPrompt(streamer, input_ids)
+        more = extended.shape[1] - input_ids.shape[1]
+        generation_config, kwargs = self._with_longer_prompt(generation_config, kwargs, more)
         before = cache.snapshot()
         prompt = _Prompt(learn=False)
-        output = super().generate(
-            extended,
-            *args,
-            attention_mask=torch.cat([mask[:, :columns_read], extended_mask], dim=1),
-            freeze_memories=freeze_memories,
-            learn=prompt,
-            **{CACHE_NAME: cache},
-            **_with_longer_prompt(kwargs, extended.shape[1] - input_ids.shape[1]),
-        )
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        generated = sequences[:, prompt.length :]
-        cache.rollback(before)
-        # several continuations of a prompt have a row each
-        repeats = len(generated) // len(tokens)
-        if repeats > 1:
-            cache.batch_repeat_interleave(repeats)
-            tokens, mask, input_ids = (
-                tensor.repeat_interleave(repeats, dim=0) for tensor in (tokens, mask, input_ids)
+        try:
+            output = super().generate(
+                extended,
+                generation_config,
+                *args,
+                attention_mask=torch.cat([mask[:, :columns_read], extended_mask], dim=1),
+                tokenizer=tokenizer,
+                streamer=streamer,
+                freeze_memories=freeze_memories,
+                learn=prompt,
+                **{CACHE_NAME: cache},
+                **kwargs,
             )
-        # `generate` does not read the last token
-        for new, learns in ((tokens, learn), (generated[:, :-1], learn_generated)):
-            if new is not tokens:
-                mask = torch.cat([mask, prompt.is_real(new).to(mask.dtype)], dim=1)
-            if new.shape[1]:
-                self(
-                    new,
-                    attention_mask=mask,
-                    cache=cache,
-                    learn=learns,
-                    logits_to_keep=1,
-                    freeze_memories=freeze_memories,
-                )
-        sequences = torch.cat([input_ids, generated], dim=1)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            generated = sequences[:, prompt.length :]
+            cache.rollback(before)
+            # several continuations of a prompt have a row each
+            repeats = len(generated) // len(tokens)
+            if repeats > 1:
+                cache.batch_repeat_interleave(repeats)
+            tokens, mask = (tensor.repeat_interleave(repeats, dim=0) for tensor in (tokens, mask))
+            self._read_again(tokens, mask, cache, learn, freeze_memories)
+            # `generate` does not read the last token
+            new = generated[:, :-1]
+            mask = torch.cat([mask, prompt.is_real(new).to(mask.dtype)], dim=1)
+            self._read_again(new, mask, cache, learn_generated, freeze_memories)
+        except BaseException:
+            cache.rollback(before)
+            raise
+        sequences = torch.cat([input_ids.repeat_interleave(repeats, dim=0), generated], dim=1)
         if isinstance(output, torch.Tensor):
             return sequences
         output.sequences = sequences
         return output
+
+    def _read_again(
+        self, tokens: torch.Tensor, mask: torch.Tensor, cache: HopeCache, learn: bool, freeze_memories: bool | None
+    ) -> None:
+        """Read tokens [B, T]; `mask` has a column for all that the cache has then read."""
+        if tokens.shape[1]:
+            options = dict(learn=learn, logits_to_keep=1, freeze_memories=freeze_memories)
+            self(tokens, attention_mask=mask, cache=cache, **options)
+
+    def _with_longer_prompt(
+        self, generation_config: GenerationConfig | None, kwargs: dict, more: int
+    ) -> tuple[GenerationConfig | None, dict]:
+        """The arguments of `generate` for a prompt of `more` tokens more, which some lengths count."""
+        config = copy.deepcopy(generation_config)
+        kwargs = dict(kwargs)
+        for name in ("max_length", "min_length"):
+            if kwargs.get(name):
+                kwargs[name] += more
+            elif getattr(config, name, None):
+                setattr(config, name, getattr(config, name) + more)
+            elif getattr(self.generation_config, name):
+                kwargs[name] = getattr(self.generation_config, name) + more
+        return config, kwargs
 
     def _require_window(self, length: int) -> None:
         """ValueError if a prompt of this length with its passages is longer than the attention's window."""
@@ -323,6 +342,8 @@ def _require_recall(cache, tokenizer, input_ids) -> None:
         raise ValueError("recall=True searches for the words of the prompt: give tokenizer=")
     if input_ids is None or input_ids.ndim != 2:
         raise ValueError("recall=True searches for the words of the prompt: give it as input_ids, not as embeddings")
+    if cache.get_seq_length():
+        check_rows(cache.num_sequences, input_ids)
 
 
 def _behind_passages(
@@ -345,13 +366,21 @@ def _behind_passages(
     return extended, extended_mask
 
 
-def _with_longer_prompt(kwargs: dict, more: int) -> dict:
-    """The arguments of `generate` for a prompt of `more` tokens more: some lengths count it."""
-    kwargs = dict(kwargs)
-    for name in ("max_length", "min_length"):
-        if kwargs.get(name) is not None:
-            kwargs[name] += more
-    return kwargs
+class _StreamerOfPrompt(BaseStreamer):
+    """A streamer that gets the prompt [B, T] without the passages before it."""
+
+    def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
+        self._streamer, self._prompt = streamer, prompt.cpu()
+        self._has_begun = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Pass new tokens on; the first value is the prompt."""
+        self._streamer.put(value if self._has_begun else self._prompt)
+        self._has_begun = True
+
+    def end(self) -> None:
+        """Pass the end on."""
+        self._streamer.end()
 
 
 def _require_one_text(mask: torch.Tensor | None, model_kwargs: dict) -> None:

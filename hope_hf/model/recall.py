@@ -1,13 +1,14 @@
 """Passages of what was read, found by the words of a question.
 
 The search is BM25 (Robertson and Zaragoza 2009) as SQLite's FTS5 computes it, over pieces of the text that overlap by
-half. Words are lower-cased, without diacritics, and stemmed as English ones.
+half. Words are lower-cased, without diacritics, and stemmed as English ones. In scripts without spaces between words
+(Chinese, Japanese, Thai and others, and Korean, whose endings are parts of words), two characters make a word.
 """
 
 import re
-import sqlite3
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,16 @@ _TABLE = "CREATE VIRTUAL TABLE passages USING fts5(words, tokenize = 'porter uni
 _INSERT = "INSERT INTO passages(rowid, words) VALUES (?, ?)"
 _DELETE = "DELETE FROM passages WHERE rowid = ?"
 _COUNT = "SELECT count(*) FROM passages WHERE passages MATCH ?"
-_SEARCH = "SELECT rowid, words, rank FROM passages WHERE passages MATCH ? ORDER BY rank, rowid"
-_WORD = re.compile(r"\w+")
+_SEARCH = "SELECT rowid, rank FROM passages WHERE passages MATCH ? ORDER BY rank, rowid"
+# A character of a script without spaces between words.
+_CHARACTER = (
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+    r"\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"  # Chinese, Japanese, Korean
+)
+_CHARACTERS = re.compile(_CHARACTER)
+_WORD = re.compile(rf"{_CHARACTER}+|(?:(?!{_CHARACTER})\w)+")
 # The end of a token that ends a sentence or a line.
-_END = re.compile(r"[.!?]['\"”’)]*\s*$|\n")
+_END = re.compile(r"[.!?。！？؟।]['\"”’)」』]*\s*$|\n")
 
 
 class Passage(NamedTuple):
@@ -51,20 +58,14 @@ class PassageIndex:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int):
         """`tokens`: length of a passage."""
         self.tokenizer, self.tokens = tokenizer, tokens
-        self._ends = _ends_of_sentences(tokenizer)
+        # tokens of the text, and those that end a sentence
+        self._known: set[int] = set()
+        self._ends: set[int] = set()
         # columns of the archive that were indexed
         self._indexed = torch.empty(0, dtype=torch.int32)
         # first and last column of every passage, by its number in the database
         self._spans: list[tuple[int, int]] = []
-        # a cache may move from thread to thread
-        self._database = sqlite3.connect(":memory:", check_same_thread=False)
-        try:
-            self._database.execute(_TABLE)
-        except sqlite3.OperationalError as error:
-            raise ValueError(
-                f"recall searches with SQLite's FTS5, which this Python's sqlite3 lacks ({error}): install a Python "
-                "whose SQLite has it, as those of python.org, conda and Debian have"
-            ) from None
+        self._database = _new_database()
 
     def is_of(self, tokenizer: PreTrainedTokenizerBase, row: Tensor) -> bool:
         """Whether this tokenizer made the index, and a row [T] of an archive begins with what was indexed."""
@@ -80,6 +81,7 @@ class PassageIndex:
         if len(row) == len(self._indexed):
             return
         self._require_known(row)
+        self._find_ends(row[len(self._indexed) :])
         first_column = self._drop_unfinished()
         self._indexed = row
         first_number = len(self._spans)
@@ -89,20 +91,36 @@ class PassageIndex:
             for span in spans_of_passages(ids, self._ends, self.tokens):
                 self._spans.append((column + span.start, column + span.stop))
                 tokens_of_passages.append(ids[span.start : span.stop])
-        texts = self.tokenizer.batch_decode(
-            tokens_of_passages, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        texts = map(_with_spaces, self._decoded(tokens_of_passages))
         self._database.executemany(_INSERT, enumerate(texts, first_number))
+
+    def _decoded(self, rows: list[list[int]]) -> list[str]:
+        """The texts of rows of tokens."""
+        # tokenizers make one text of no row
+        if not rows:
+            return []
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _require_known(self, row: Tensor) -> None:
         """ValueError if the tokenizer lacks a token of a row [T]."""
         ids = row[row != EMPTY] % BEGINS
         known = len(self.tokenizer)
         if (ids >= known).any():
+            # ids of a vocabulary may have holes
+            known = max(self.tokenizer.get_vocab().values()) + 1
+        if (ids >= known).any():
             raise ValueError(
                 f"the cache has read tokens that the tokenizer, which has {known:,}, does not have: give the one of "
                 "the model that read the text"
             )
+
+    def _find_ends(self, columns: Tensor) -> None:
+        """Add to the tokens that end a sentence or a line those of new columns [T]."""
+        ids = columns[columns != EMPTY] % BEGINS
+        new = [token for token in ids.unique().tolist() if token not in self._known]
+        self._known.update(new)
+        texts = self._decoded([[token] for token in new])
+        self._ends.update(token for token, text in zip(new, texts, strict=True) if _END.search(text))
 
     def _drop_unfinished(self) -> int:
         """Drop the last passage, which may go on, and return the column where indexing begins again."""
@@ -113,7 +131,7 @@ class PassageIndex:
         self._database.execute(_DELETE, (number,))
         return start
 
-    def search(self, question: str, pieces: int, stop: int | None = None) -> list[Passage]:
+    def search(self, question: str, pieces: int) -> list[Passage]:
         """The passages that fit a question best, without overlaps, the best one first.
 
         A passage must hold one of the question's names, which are its capital words behind the first one, unless no
@@ -122,7 +140,6 @@ class PassageIndex:
         Args:
             question: in words.
             pieces: the most passages.
-            stop: column before which a passage ends, or `None`.
         """
         words = _WORD.findall(question)
         query = self._any_of(words)
@@ -132,8 +149,8 @@ class PassageIndex:
         names = self._any_of(capitals)
         passages = []
         if names:
-            passages = self._best(f"({names}) AND ({query})", pieces, stop)
-        return passages or self._best(query, pieces, stop)
+            passages = self._best(f"({names}) AND ({query})", pieces)
+        return passages or self._best(query, pieces)
 
     def _any_of(self, words: list[str]) -> str:
         """A query for passages with any of the words; empty if none has one.
@@ -143,8 +160,7 @@ class PassageIndex:
         most = len(self._spans) / 2
         rare = []
         common = []
-        for word in dict.fromkeys(map(str.lower, words)):
-            term = f'"{word}"'
+        for term in dict.fromkeys(term for word in words for term in _terms(word)):
             (count,) = self._database.execute(_COUNT, (term,)).fetchone()
             if count > most:
                 common.append(term)
@@ -152,20 +168,57 @@ class PassageIndex:
                 rare.append(term)
         return " OR ".join(rare or common)
 
-    def _best(self, query: str, pieces: int, stop: int | None) -> list[Passage]:
+    def _best(self, query: str, pieces: int) -> list[Passage]:
         """The best passages of a query of FTS5."""
         passages: list[Passage] = []
-        for number, text, rank in self._database.execute(_SEARCH, (query,)):
+        for number, rank in self._database.execute(_SEARCH, (query,)):
             if len(passages) == pieces:
                 break
-            passage = Passage(text, *self._spans[number], score=-rank)
-            is_late = stop is not None and passage.stop > stop
-            if not is_late and not any(map(passage.overlaps, passages)):
+            start, stop = self._spans[number]
+            ids = (self._indexed[start:stop] % BEGINS).tolist()
+            (text,) = self._decoded([ids])
+            passage = Passage(text, start, stop, score=-rank)
+            if not any(map(passage.overlaps, passages)):
                 passages.append(passage)
         return passages
 
 
-def spans_of_passages(ids: list[int], ends: frozenset[int], tokens: int) -> Iterator[range]:
+def _new_database():
+    """A database in memory with the table of passages; ValueError if this Python has none."""
+    try:
+        # imported here, since a Python can be built without it
+        import sqlite3
+    except ImportError as error:
+        raise _without_search(error) from None
+    # a cache may move from thread to thread
+    database = sqlite3.connect(":memory:", check_same_thread=False)
+    try:
+        database.execute(_TABLE)
+    except sqlite3.OperationalError as error:
+        raise _without_search(error) from None
+    return database
+
+
+def _without_search(error: Exception) -> ValueError:
+    return ValueError(
+        f"recall searches with SQLite's FTS5, which this Python's sqlite3 lacks ({error}): install a Python whose "
+        "SQLite has it, as those of python.org, conda and Debian have"
+    )
+
+
+def check_search(question: str, tokenizer: PreTrainedTokenizerBase, tokens: int, pieces: int) -> None:
+    """ValueError if these arguments of `HopeCache.recall` are no search."""
+    if not isinstance(question, str):
+        raise ValueError(f"question is a {type(question).__name__}: give one text, and call recall for each of them")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}: give the tokenizer of the model")
+    if type(tokens) is not int or tokens < 1:
+        raise ValueError(f"tokens is {tokens}, the length of a passage: give a whole number of at least 1")
+    if type(pieces) is not int or pieces < 0:
+        raise ValueError(f"pieces is {pieces}, the number of passages: give a whole number, 0 or more")
+
+
+def spans_of_passages(ids: list[int], ends: set[int], tokens: int) -> Iterator[range]:
     """The passages of a document: whole sentences, at most `tokens` long, or a part of a longer sentence.
 
     Each begins with the first sentence behind the middle of the one before.
@@ -197,8 +250,13 @@ def join_passages(passages: list[Passage]) -> str:
     return context
 
 
-def _ends_of_sentences(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a sentence or a line."""
-    vocabulary = [[token] for token in range(len(tokenizer))]
-    texts = tokenizer.batch_decode(vocabulary)
-    return frozenset(token for token, text in enumerate(texts) if _END.search(text))
+def _with_spaces(text: str) -> str:
+    """A text with spaces around the characters of scripts without them, which FTS5 would join to long words."""
+    return _CHARACTERS.sub(r" \g<0> ", text)
+
+
+def _terms(word: str) -> list[str]:
+    """A word for FTS5: itself, or, in a script without spaces, each two of its characters."""
+    if len(word) < 3 or not _CHARACTERS.match(word):
+        return [f'"{_with_spaces(word.lower())}"']
+    return [f'"{first} {second}"' for first, second in pairwise(word)]

@@ -36,7 +36,8 @@ class CarriedMemory:
     def restart(self):
         """Reset the memories: after a non-finite step they may be non-finite, too."""
         if self._config is not None:
-            self._cache = HopeCache(self._config)
+            # a run has no end, and nothing is recalled from it
+            self._cache = HopeCache(self._config, archive=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The memories by name, on the CPU, for a checkpoint; empty if none are carried."""
@@ -48,6 +49,7 @@ class CarriedMemory:
         if self._config is not None and tensors:
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
             self._cache = HopeCache.from_state_tensors(self._config, tensors)
+            self._cache.archive.stop()
 
 
 @dataclass

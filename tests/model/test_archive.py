@@ -2,20 +2,23 @@
 
 import copy
 import math
+import pickle
 import random
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 from mixers import ATTENTION, HYBRID, WINDOW, random_ids
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hope_hf import HopeCache
 from hope_hf.model import cache_file, cache_hope, recall
-from hope_hf.model.archive import EMPTY, documents_of
+from hope_hf.model.archive import EMPTY, Archive, documents_of
 from hope_hf.model.recall import join_passages, spans_of_passages
+from hope_hf.training.state import CarriedMemory
 
 TEXT = "The king likes soup. The queen of Arle likes fish. An old man sees a ship. His dog sleeps. A ship sinks."
 
@@ -165,6 +168,33 @@ def test_wrong_archive_is_refused(tiny_model, tmp_path, monkeypatch, name, chang
         HopeCache.from_pretrained(tmp_path, model)
 
 
+def test_ids_of_a_vocabulary_that_has_grown():
+    archive = Archive(vocab_size=64)
+    for token in (1, 65_534, 65_535, 70_000):
+        archive.add(torch.tensor([[token]]), torch.zeros(1, 1, 8), None, torch.tensor([[0]]))
+        loaded = Archive(vocab_size=80_000)
+        loaded.load_checked(archive.named_tensors(), tuple(archive.tokens.shape))
+        assert torch.equal(loaded.tokens, archive.tokens)
+
+
+def test_tensors_without_an_archive_keep_its_columns(tiny_model):
+    model = tiny_model()
+    tensors = read(model, random_ids(1, 9), HopeCache(model.config, archive=False)).state_tensors()
+    cache = HopeCache.from_state_tensors(model.config, tensors)
+    later = random_ids(1, 3)
+    read(model, later, cache)
+    assert documents_of(cache.archive.tokens[0]) == [(9, later[0].tolist())]
+
+
+def test_training_keeps_no_archive(tiny_model):
+    model = tiny_model()
+    memory = CarriedMemory(model.config)
+    for _ in range(2):
+        read(model, random_ids(1, 4), **memory.inputs())
+        assert not [name for name in memory.state_tensors() if name.startswith("archive.")]
+        memory.load(memory.state_tensors(), torch.device("cpu"))
+
+
 # What a question finds.
 
 
@@ -178,6 +208,17 @@ def english():
     tokenizer.pre_tokenizer = pieces
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture
+def byte_tokenizer():
+    """A tokenizer whose tokens are the 256 bytes."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 @pytest.fixture
@@ -280,6 +321,67 @@ def test_marks_of_a_question_are_no_syntax(reader, english):
         cache.recall(question, english)
 
 
+@pytest.mark.parametrize(
+    "text, question, found",
+    [
+        ("国王喜欢喝汤。\n王后喜欢吃鱼。\n老人看见一艘船。", "谁吃鱼？", "吃鱼"),
+        ("王様はスープが好きです。\n女王は魚が好きです。", "誰が魚が好きですか", "女王"),
+        ("왕은 수프를 좋아한다.\n여왕은 생선을 좋아한다.", "생선", "여왕"),
+        ("พระราชาชอบซุป\nราชินีชอบปลา", "ใครชอบปลา", "ราชินี"),
+        ("Der König mag Suppe.\nDie Königin mag Fisch.", "Was mag die Königin?", "Fisch"),
+        ("الملك يحب الحساء.\nالملكة تحب السمك.", "من تحب السمك؟", "الملكة"),
+        ("The king\0 likes soup.\n A ship\0 sinks.", "ship\0", "sinks"),
+        ("a" * 5000 + " soup", "soup", "soup"),
+    ],
+)
+def test_scripts_and_odd_texts(tiny_model, byte_tokenizer, text, question, found):
+    model = tiny_model(vocab_size=256)
+    cache = read(model, byte_tokenizer(text, return_tensors="pt").input_ids)
+    (passage,) = cache.recall(question, byte_tokenizer, tokens=80, pieces=1)
+    assert found in passage.text
+
+
+def test_conversation_behind_a_text_is_not_searched(reader, english):
+    """Nor does it take the text's end along: what ends before `stop` is found, whatever follows."""
+    cache = reader(TEXT)
+    read = cache.get_seq_length()
+    expected = cache.recall("ship sinks", english)
+    reader(" A ship sinks. A ship sinks.", cache)
+    assert cache.recall("ship sinks", english, stop=read) == expected
+
+
+def test_vocabulary_with_holes(tiny_model):
+    words = Tokenizer(models.WordLevel({"king": 5, "likes": 12, "soup": 40}, unk_token="king"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    cache = read(tiny_model(), torch.tensor([[5, 12, 40]]))
+    assert texts_of(cache.recall("soup", tokenizer)) == ["king likes soup"]
+
+
+def test_cache_with_an_index_is_pickled(reader, english):
+    cache = reader(TEXT)
+    found = cache.recall("soup", english)
+    assert pickle.loads(pickle.dumps(cache)).recall("soup", english) == found
+    assert copy.copy(cache).recall("soup", english) == found
+
+
+@pytest.mark.parametrize(
+    "word, options",
+    [
+        ("tokens", {"tokens": 0}),
+        ("tokens", {"tokens": 2.5}),
+        ("pieces", {"pieces": -1}),
+        ("row", {"row": 1}),
+        ("row", {"row": -1}),
+        ("question", {"question": ["soup"]}),
+        ("tokenizer", {"tokenizer": None}),
+    ],
+)
+def test_arguments_of_no_search(reader, english, word, options):
+    with pytest.raises(ValueError, match=word):
+        reader(TEXT).recall(**{"question": "soup", "tokenizer": english} | options)
+
+
 def test_what_cannot_be_recalled(tiny_model, reader, english, word_tokenizer, monkeypatch):
     model = tiny_model()
     with pytest.raises(ValueError, match="read nothing"):
@@ -290,6 +392,9 @@ def test_what_cannot_be_recalled(tiny_model, reader, english, word_tokenizer, mo
         read(model, torch.tensor([[1, 2, 63]])).recall("soup", english)
 
     monkeypatch.setattr(recall, "_TABLE", recall._TABLE.replace("fts5", "not_built_in"))
+    with pytest.raises(ValueError, match="FTS5"):
+        reader(TEXT).recall("soup", english)
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
     with pytest.raises(ValueError, match="FTS5"):
         reader(TEXT).recall("soup", english)
 
@@ -364,5 +469,61 @@ def test_generate_that_cannot_recall(tiny_model, reader, english):
     }.items():
         with pytest.raises(ValueError, match=words):
             model.generate(prompt, recall=True, max_new_tokens=2, **options)
+    after = cache.state_tensors()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+class Streamed(list):
+    """A streamer that keeps what it gets."""
+
+    def put(self, value):
+        self.extend(value.flatten().tolist())
+
+    def end(self):
+        self.append("end")
+
+
+def test_options_of_generate_do_not_see_the_passages(tiny_model, english, byte_tokenizer):
+    """Lengths count the prompt alone, a streamer gets it alone, and stop strings have their tokenizer."""
+    model = tiny_model()
+    cache = read(model, english(TEXT, return_tensors="pt").input_ids)
+    prompt = english(" queen of Arle likes", return_tensors="pt").input_ids
+    lengths = dict(max_length=prompt.shape[1] + 3, min_length=prompt.shape[1] + 3, do_sample=False)
+    options = dict(recall=True, tokenizer=english)
+    expected = model.generate(prompt, cache=copy.deepcopy(cache), **options, **lengths)
+    assert expected.shape == (1, prompt.shape[1] + 3)
+    config = GenerationConfig(**lengths)
+    for call in (dict(generation_config=config), dict()):
+        streamer = Streamed()
+        tokens = model.generate(prompt, cache=copy.deepcopy(cache), streamer=streamer, **call, **options)
+        assert torch.equal(tokens, expected)
+        assert streamer == [*expected[0].tolist(), "end"]
+        model.generation_config = config
+    assert config.max_length == lengths["max_length"]
+
+    model = tiny_model(vocab_size=256)
+    text = byte_tokenizer(TEXT, return_tensors="pt").input_ids
+    question = byte_tokenizer("soup?", return_tensors="pt").input_ids
+    (letter,) = byte_tokenizer("x").input_ids
+    options = dict(recall=True, tokenizer=byte_tokenizer, do_sample=False, max_new_tokens=4)
+    options |= dict(sequence_bias={(letter,): 1e4}, stop_strings=["xx"])
+    tokens = model.generate(question, cache=read(model, text), **options)
+    assert tokens[0].tolist() == [*question[0].tolist(), letter, letter]
+
+
+def test_generate_that_is_interrupted_keeps_no_passages(tiny_model, english):
+    model = tiny_model()
+    cache = read(model, english(TEXT, return_tensors="pt").input_ids)
+    prompt = english(" queen", return_tensors="pt").input_ids
+    before = cache.state_tensors()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    options = dict(recall=True, tokenizer=english, max_new_tokens=4)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt, cache=cache, stopping_criteria=[interrupt], **options)
+    with pytest.raises(ValueError, match="2: choose rows"):
+        model.generate(prompt.repeat(2, 1), cache=cache, **options)
     after = cache.state_tensors()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
