@@ -95,6 +95,18 @@ def compute(*repositories: str) -> None:
         save_file(results, f"{repository.split('/')[1]}.safetensors")
 
 
+def recall(repository: str) -> None:
+    """Passages of what was read, found with the standard library alone, and read before a prompt."""
+    model, tokenizer = load(repository), AutoTokenizer.from_pretrained(repository)
+    text = tokenizer("w5 w7 w9 w11 w13", return_tensors="pt").input_ids
+    output = model(text, use_cache=True)
+    cache = output.get("cache", output.get("past_key_values"))
+    (passage,) = cache.recall("w9", tokenizer, tokens=1)
+    assert passage.text == "w9" and passage.start == 2
+    tokens = model.generate(text[:, :2], cache=cache, recall=True, tokenizer=tokenizer, **GENERATE)
+    assert tokens.shape == (1, 6) and cache.get_seq_length() == 10
+
+
 def compute_beside(package: str, repository: str) -> None:
     """The same where a package is installed that computes nothing here."""
     stub = types.ModuleType(package)
@@ -207,6 +219,7 @@ if __name__ == "__main__":
         sys.exit()
     apart(read_tokenizers, *repositories)
     apart(compute, *repositories)
+    apart(recall, repositories[0])
     for package in ("fla", "triton"):
         apart(compute_beside, package, repositories[0])
     apart(compute_beside_the_package, repositories[0])
