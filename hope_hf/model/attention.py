@@ -144,14 +144,7 @@ class HopeAttention(Mixer, LlamaAttention):
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         reads, weights = kernel(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=dropout,
-            scaling=self.scaling,
-            **options,
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **options
         )
         all_heads = reads.reshape(*reads.shape[:-2], -1)
         return self.o_proj(all_heads.contiguous()), state_after, weights
@@ -327,9 +320,7 @@ def _require_one_document(
 
 
 def _counted_positions(
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | dict | None,
-    cache: Cache | None,
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor | dict | None, cache: Cache | None
 ) -> torch.Tensor:
     """Positions [B or 1, T] of a call that gives none: tokens are counted, and columns where no cache goes on."""
     length = hidden_states.shape[1]

@@ -90,8 +90,8 @@ def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
 
 
 def choose(
-    name: str, asked: str, kernel: Kernel, otherwise: Callable, fallbacks: Counter, device: torch.device
-) -> Callable:
+    name: str, asked: str, kernel: Kernel, otherwise: Callable | None, fallbacks: Counter, device: torch.device
+) -> Callable | None:
     """The function that computes `name`: the kernel, or `otherwise`.
 
     Args:

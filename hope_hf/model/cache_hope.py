@@ -51,7 +51,7 @@ def past_of(cache: Cache | None) -> Past | None:
     return None
 
 
-def functional_layers(cache: Cache) -> list[HopeMemoryLayer | KeyValuePart] | None:
+def layers_written_after(cache: Cache) -> list[HopeMemoryLayer | KeyValuePart] | None:
     """Layers of a cache into which blocks do not write, so that blocks can be recomputed; `None` if it has others."""
     if cache.is_compileable or getattr(cache, "offloading", False):
         return None

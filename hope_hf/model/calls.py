@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import attention_arguments, check_reach
-from .cache_hope import HopeCache, functional_layers, past_of
+from .cache_hope import HopeCache, layers_written_after, past_of
 from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
@@ -39,7 +39,7 @@ class Call:
     # `None` if none is given and none is asked for
     cache: Cache | None
     # of the cache, by block: states come from them and go back to them; empty without a cache
-    layers: list
+    cache_layers: list
     # counts of tokens after the call; `None` without layers that keep a state
     counts_after: Past | None
     # the arguments of every mixer, see `Mixer.needs`
@@ -87,14 +87,14 @@ def prepare_call(
     if "mask" in trunk.needs:
         arguments = hidden_states, attention_mask, documents, cache
         context |= options | attention_arguments(config, trunk.rotary_emb, *arguments)
-    layers = [] if cache is None else cache.layers
+    cache_layers = [] if cache is None else cache.layers
     if cache is not None and torch.is_grad_enabled():
-        functional = functional_layers(cache)
+        written_after = layers_written_after(cache)
         if trunk.training:
-            check_recomputing(cache, functional is not None, trunk.layers)
-        if functional is not None:
+            check_recomputing(cache, written_after is not None, trunk.layers)
+        if written_after is not None:
             # a recomputed block would write keys and values into the cache again
-            layers = functional
+            cache_layers = written_after
             context["cache"] = None
     archive = getattr(cache, "archive", None)
     if archive is not None:
@@ -102,7 +102,7 @@ def prepare_call(
     levels = getattr(cache, "levels", None)
     deltas = {} if levels is None else deltas_by_block(config, levels.deltas)
     graph_from = getattr(levels, "graph_from", 0)
-    return Call(hidden_states, cache, layers, counts_after, context, deltas, graph_from)
+    return Call(hidden_states, cache, cache_layers, counts_after, context, deltas, graph_from)
 
 
 def plan_tokens(
@@ -280,17 +280,17 @@ def _check_keys(dtype: torch.dtype, hidden_states: Tensor) -> None:
         )
 
 
-def check_recomputing(cache: Cache, is_functional: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
+def check_recomputing(cache: Cache, is_written_after: bool, blocks: Iterable[GradientCheckpointingLayer]) -> None:
     """ValueError if blocks that are recomputed in the backward pass would read another cache than the first time.
 
     Args:
-        is_functional: whether blocks take states from the cache and return them, and do not write the cache.
+        is_written_after: whether blocks take states from the cache and return them, and do not write the cache.
         blocks: blocks of a model in training.
     """
     for block in blocks:
         if not block.gradient_checkpointing:
             continue
-        if not is_functional:
+        if not is_written_after:
             raise ValueError(
                 f"the cache is a {type(cache).__name__} that is overwritten before gradient checkpointing reads it "
                 "again: give a HopeCache(model.config)"

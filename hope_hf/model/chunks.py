@@ -281,11 +281,7 @@ class _Rows(NamedTuple):
 
 
 def _count_tokens(
-    shape: tuple[int, int],
-    device: torch.device,
-    past: Past | None,
-    padding_mask: Tensor | None,
-    begins: Tensor | None,
+    shape: tuple[int, int], device: torch.device, past: Past | None, padding_mask: Tensor | None, begins: Tensor | None
 ) -> _Rows:
     """The counts of a call; see `plan_slots`. `begins` [B, T]: whether a document begins with a token."""
     batch_size, length = shape

@@ -28,26 +28,11 @@ PRESETS = {
         tie_word_embeddings=False,
     ),
     # about 160 M: first GPU runs of up to 5 B tokens at context 2K
-    "pilot": dict(
-        hidden_size=768,
-        num_hidden_layers=12,
-        level_intermediate_sizes=[2256],
-        tie_word_embeddings=True,
-    ),
+    "pilot": dict(hidden_size=768, num_hidden_layers=12, level_intermediate_sizes=[2256], tie_word_embeddings=True),
     # about 760 M: 30 B tokens at context 4K
-    "mid": dict(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        level_intermediate_sizes=[6360],
-        tie_word_embeddings=True,
-    ),
+    "mid": dict(hidden_size=1024, num_hidden_layers=24, level_intermediate_sizes=[6360], tie_word_embeddings=True),
     # about 1.3 B: 100 B tokens at context 8K and more
-    "target": dict(
-        hidden_size=1536,
-        num_hidden_layers=32,
-        level_intermediate_sizes=[3288],
-        tie_word_embeddings=True,
-    ),
+    "target": dict(hidden_size=1536, num_hidden_layers=32, level_intermediate_sizes=[3288], tie_word_embeddings=True),
 }
 
 
@@ -346,7 +331,7 @@ class HopeConfig(PreTrainedConfig):
         return [MIXERS[kind] for kind in self.layer_types if kind in MIXERS]
 
     @property
-    def levels(self) -> type:
+    def levels_class(self) -> type:
         """The class of every block's levels (`continuum.ContinuumMemory`)."""
         return CONTINUA[self.level_variant]
 

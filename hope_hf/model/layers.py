@@ -105,11 +105,7 @@ class Mixer:
 
 
 def gated_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    gate: torch.Tensor | None = None,
-    kernels: str = "auto",
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None = None, kernels: str = "auto"
 ) -> torch.Tensor:
     """`rms_norm(x)` in the dtype of `x`, times `silu(gate)` in the gate's; `x` and `gate` are [B, T, ..., W].
 
@@ -136,10 +132,10 @@ class HopeRMSNorm(nn.Module):
         self.variance_epsilon = eps
         self.kernels = asked_kernels()
 
-    def forward(self, x: torch.Tensor, kernel: Callable | None = None) -> torch.Tensor:
-        """`x` normalised, or what `kernel(x, weight, epsilon)` makes of it."""
-        if kernel is not None:
-            return kernel(x, self.weight, self.variance_epsilon)
+    def forward(self, x: torch.Tensor, compute: Callable | None = None) -> torch.Tensor:
+        """`x` normalised, by `compute(x, weight, epsilon)` if it is given: a norm that does more, or a kernel."""
+        if compute is not None:
+            return compute(x, self.weight, self.variance_epsilon)
         return gated_norm(x, self.weight, self.variance_epsilon, kernels=self.kernels)
 
 
@@ -223,10 +219,7 @@ def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> tor
 
 
 def convolve(
-    raw: torch.Tensor,
-    tail: torch.Tensor,
-    conv_weights: torch.Tensor,
-    span: ChunkSpan,
+    raw: torch.Tensor, tail: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution within each document [b, C, X], and the tail for the next span.
 

@@ -281,13 +281,7 @@ def _check_tensor(name: str, tensor: Tensor, like: Tensor) -> None:
         raise ValueError(f"holds {wrong} in 'levels.{name}': read the text again and save a new one")
 
 
-def step(
-    delta: Tensor,
-    gradient: Tensor,
-    norm: Tensor,
-    learning: LevelLearning,
-    strength: Tensor,
-) -> Tensor:
+def step(delta: Tensor, gradient: Tensor, norm: Tensor, learning: LevelLearning, strength: Tensor) -> Tensor:
     """The next delta [B, o, i] of a matrix of the given norm; rows with a `strength` [B, 1, 1] of 0 keep theirs."""
     takes_step = strength > 0
     if not bool(takes_step.all()):
@@ -305,7 +299,7 @@ def step(
 
 
 def normalised(gradient: Tensor) -> Tensor:
-    """Gradients [B, o, i] over the root mean squares of their rows and columns; RMS at most 1.
+    """U: gradients [B, o, i] times their norm |G|, over the norms of the entry's row and column; RMS at most 1.
 
     As in Adafactor (arXiv 1804.04235), but of this gradient alone.
     """
@@ -414,13 +408,7 @@ def _row_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor, columns
     return torch.stack(losses)
 
 
-def _with_piece(
-    state: LevelState,
-    real: Tensor,
-    gradients: ByMatrix,
-    loss: Tensor,
-    predictions: Tensor,
-) -> LevelState:
+def _with_piece(state: LevelState, real: Tensor, gradients: ByMatrix, loss: Tensor, predictions: Tensor) -> LevelState:
     """The state with a piece added to every open period.
 
     Args:

@@ -334,11 +334,7 @@ def read_and_learn(
 
 
 def report_of(
-    reading: Reading,
-    before: LevelState | None,
-    after: LevelState,
-    drift: float,
-    tokens: int,
+    reading: Reading, before: LevelState | None, after: LevelState, drift: float, tokens: int
 ) -> LearningReport:
     """What a call has taught; `before` is the state before it."""
     counts = after.counts
@@ -411,12 +407,7 @@ class LearnsFromText:
                 logits = self.lm_head(reading.hidden[:, columns_with_logits])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
 
-    def summed_loss(
-        self,
-        hidden_states: Tensor,
-        targets: Tensor,
-        head_learns: bool = True,
-    ) -> Tensor:
+    def summed_loss(self, hidden_states: Tensor, targets: Tensor, head_learns: bool = True) -> Tensor:
         """Summed loss in nats of the tokens [...] that follow hidden states [..., hidden_size]; -100 is not scored.
 
         Unless `head_learns`, gradients for the head are not needed.

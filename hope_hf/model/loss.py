@@ -86,11 +86,7 @@ class _Loss(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _add_weight_gradient(
-    grad_weight: torch.Tensor,
-    grad_logits: torch.Tensor,
-    hidden: torch.Tensor,
-) -> None:
+def _add_weight_gradient(grad_weight: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
     """Add `grad_logits^T hidden` of a chunk's tokens to the gradient [V, D], which may be of a wider dtype."""
     if grad_weight.dtype == hidden.dtype:
         grad_weight.addmm_(grad_logits.mT, hidden)
@@ -100,11 +96,7 @@ def _add_weight_gradient(
         rows += columns_of_rows.mT @ hidden
 
 
-def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-) -> torch.Tensor:
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight), labels, reduction="sum")`: nats, float32 (float64 if `hidden` is).
 
     Args:
@@ -148,7 +140,8 @@ class HopeHead(nn.Linear):
     """Logits [..., V] of hidden states [..., D], or with labels [...] their summed loss.
 
     `forward` computes both, since sharding engines gather a module's weight for its forward. Unless `weight_learns`,
-    the loss has no gradient for the weight.
+    the loss spares the weight's gradient; where it is made of all logits (plain code, quantised weights, torch.func),
+    it ignores this.
     """
 
     is_head = True
@@ -157,10 +150,7 @@ class HopeHead(nn.Linear):
         super().__init__(width, vocab_size, bias=False)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        weight_learns: bool = True,
+        self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, weight_learns: bool = True
     ) -> torch.Tensor:
         if labels is None:
             return super().forward(hidden_states)

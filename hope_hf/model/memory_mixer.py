@@ -266,8 +266,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        scan = self.choose_scan(hidden_states)
-        if scan is mix:
+        if self.runs_on_kernels(hidden_states):
             return mix(self, hidden_states, state, plan, need_state)
         batch_size = len(hidden_states)
         heads = self.config.num_memory_heads
@@ -290,6 +289,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
                     options=self.scan_options,
                 )
             else:
+                scan = self.choose_scan()
                 before = fresh_state(memories) if state is None else state
                 reads, after = scan(inputs, memories, before, plan.spans, need_state)
             # [b, S, D] to [B, S, H, D], then to tokens
@@ -344,28 +344,24 @@ class SelfModifyingTitans(Mixer, nn.Module):
             share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
         return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors)
 
-    def choose_scan(self, hidden_states: Tensor) -> Callable:
-        """The scan to run, equal to `memory_scan.scan_plain`; GPU kernels round their operands to a map's dtype.
-
-        `kernels_fla.mix` computes all that lies between the linear maps.
-        """
-        # the kernels save few activations, and recompute none
-        recompute = self.config.recompute_chunks
-        if runs_plain(self.kernels):
-            return partial(scan_plain, recompute=recompute)
-        scan = fast_scan(self.config.memory_rule) or scan_plain
-        on_torch = partial(scan, recompute=recompute)
-        if runs_torch(self.kernels, hidden_states.device):
-            return on_torch
+    def runs_on_kernels(self, hidden_states: Tensor) -> bool:
+        """Whether `kernels_fla.mix` computes the whole mixer; it rounds its operands to the linear maps' dtype."""
+        device = hidden_states.device
+        if runs_plain(self.kernels) or runs_torch(self.kernels, device):
+            return False
         obstacle = partial(scan_obstacle, self.rule, self.projected, hidden_states, self.config.head_dim)
-        return choose(
-            "memory_scan",
-            asked=self.kernels,
-            kernel=Kernel(mix, obstacle),
-            otherwise=on_torch,
-            fallbacks=self.kernel_fallbacks,
-            device=hidden_states.device,
+        kernel = Kernel(mix, obstacle)
+        chosen = choose(
+            "memory_scan", self.kernels, kernel, otherwise=None, fallbacks=self.kernel_fallbacks, device=device
         )
+        return chosen is not None
+
+    def choose_scan(self) -> Callable:
+        """`memory_scan.scan_plain`, or the fast scan that equals it."""
+        scan = scan_plain
+        if not runs_plain(self.kernels):
+            scan = fast_scan(self.config.memory_rule) or scan_plain
+        return partial(scan, recompute=self.config.recompute_chunks)
 
     @torch.no_grad()
     def statistics(self, hidden_states: Tensor) -> dict[str, Tensor]:

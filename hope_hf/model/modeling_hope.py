@@ -261,7 +261,7 @@ class HopeModel(HopePreTrainedModel):
     def _read_blocks(self, call: Call, hidden_states: torch.Tensor, indices: range) -> torch.Tensor:
         """Hidden states [B, T, hidden_size] after some blocks, whose states go back to the layers of the cache."""
         for index, block in islice(enumerate(self.layers), indices.start, indices.stop):
-            layer = call.layers[index] if call.layers else None
+            layer = call.cache_layers[index] if call.cache_layers else None
             state = getattr(layer, "state", None)
             deltas = call.deltas.get(index)
             hidden_states, state = block(hidden_states, state, deltas, **call.context)

@@ -188,7 +188,7 @@ def _hope(config, mode: Mode, batch_size: int, block_size: int) -> list[Block]:
     for hidden in config.level_intermediate_sizes:
         rest += norm + mode.casts(width, readers=2)
         rest += mode.low * 4 * hidden
-    if config.levels.keeps_outputs:
+    if config.levels_class.keeps_outputs:
         # Parallel levels keep their outputs for the gradient of the mixing weights.
         rest += mode.low * width * len(config.level_periods)
     blocks = []

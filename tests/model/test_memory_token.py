@@ -85,7 +85,7 @@ def test_a_token_waits_for_no_device_and_asks_for_no_kernel(cache, monkeypatch):
     cache = cache(model.config)
     read_on = partial(model, cache=cache, use_cache=True)
     read_on(torch.randint(32, (1, 9)))
-    monkeypatch.setattr(SelfModifyingTitans, "choose_scan", lambda *_: pytest.fail("a kernel was chosen"))
+    monkeypatch.setattr(SelfModifyingTitans, "runs_on_kernels", lambda *_: pytest.fail("a kernel was chosen"))
     # token ids are looked at on the CPU alone
     token = model.get_input_embeddings()(torch.tensor([[1]]))
     # makes what is kept
