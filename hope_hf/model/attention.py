@@ -9,7 +9,7 @@ Axes: B row, T token of the call, S token of the text, H head.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
@@ -38,7 +38,7 @@ def rotary_reach(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def check_reach(config: PreTrainedConfig, position_ids: torch.Tensor, columns: int | torch.Tensor) -> None:
+def check_reach(config: PreTrainedConfig, position_ids: Tensor, columns: int | Tensor) -> None:
     """ValueError if a position [B, T] lies beyond the reach.
 
     Args:
@@ -77,7 +77,7 @@ class HopeRotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
     @torch.no_grad()
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         # transformers' forward changes the frequencies first
         frequencies = self.inv_freq.to(device=x.device, dtype=torch.float)
         angles = position_ids[..., None].float() * frequencies
@@ -109,16 +109,16 @@ class HopeAttention(Mixer, LlamaAttention):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         state: KeyValues | None = None,
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
         plan=None,
         need_state: bool = False,
         cache: Cache | None = None,
         **options,
-    ) -> tuple[torch.Tensor, KeyValues | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, KeyValues | None, Tensor | None]:
         """[B, T, hidden_size]; the state after the call; weights [B, H, T, T] of eager attention.
 
         Args:
@@ -149,7 +149,7 @@ class HopeAttention(Mixer, LlamaAttention):
         all_heads = reads.reshape(*reads.shape[:-2], -1)
         return self.o_proj(all_heads.contiguous()), state_after, weights
 
-    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, head_dim], keys and values [B, key heads, T, head_dim], without positions."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         queries = self.q_proj(hidden_states).view(shape)
@@ -194,8 +194,8 @@ class HopeAttention(Mixer, LlamaAttention):
 def attention_arguments(
     config: PreTrainedConfig,
     rotary: torch.nn.Module,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | dict | None,
+    hidden_states: Tensor,
+    attention_mask: Tensor | dict | None,
     documents: Documents,
     cache: Cache | None,
 ) -> dict:
@@ -233,14 +233,14 @@ def attention_arguments(
     }
 
 
-def _mask_for_kernels(config: PreTrainedConfig, hidden_states: torch.Tensor, attention_mask):
+def _mask_for_kernels(config: PreTrainedConfig, hidden_states: Tensor, attention_mask):
     """A mask of four dimensions, or a `BlockMask` of flex attention, as the kernels take it; it stands for documents.
 
     Raises:
         ValueError: the kernels do not support the mask.
     """
     kernels = config._attn_implementation
-    if not isinstance(attention_mask, torch.Tensor):
+    if not isinstance(attention_mask, Tensor):
         if kernels != "flex_attention":
             raise ValueError(
                 f"attention_mask is a {type(attention_mask).__name__}, which {kernels} does not take: set "
@@ -259,12 +259,12 @@ def _mask_for_kernels(config: PreTrainedConfig, hidden_states: torch.Tensor, att
 
 def _mask_of_tokens(
     config: PreTrainedConfig,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
     documents: Documents,
-    position_ids: torch.Tensor,
+    position_ids: Tensor,
     cache: Cache | None,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The kernels' mask for an attention mask [B, columns seen + T], or `None`, and positions [B or 1, T].
 
     Raises:
@@ -300,7 +300,7 @@ def _mask_of_tokens(
 
 
 def _require_one_document(
-    attention_mask: torch.Tensor | None, position_ids: torch.Tensor, shape: tuple[int, int], cache: Cache
+    attention_mask: Tensor | None, position_ids: Tensor, shape: tuple[int, int], cache: Cache
 ) -> None:
     """ValueError if a document begins in a row [B, T] of which a cache of keys holds tokens.
 
@@ -319,13 +319,11 @@ def _require_one_document(
         )
 
 
-def _counted_positions(
-    hidden_states: torch.Tensor, attention_mask: torch.Tensor | dict | None, cache: Cache | None
-) -> torch.Tensor:
+def _counted_positions(hidden_states: Tensor, attention_mask: Tensor | dict | None, cache: Cache | None) -> Tensor:
     """Positions [B or 1, T] of a call that gives none: tokens are counted, and columns where no cache goes on."""
     length = hidden_states.shape[1]
     device = hidden_states.device
-    if cache is not None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+    if cache is not None and isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # padding may lie between what the cache has read and this call, as in joined caches
         is_real = attention_mask.to(device).ne(0)
         position = is_real.cumsum(dim=1) - 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -82,7 +83,7 @@ def runs_torch(asked: str, device: torch.device) -> bool:
     return asked == "torch" or asked == "auto" and device.type != "cuda"
 
 
-def operand_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+def operand_dtype(hidden_states: Tensor) -> torch.dtype:
     """The dtype of a linear map's output for `hidden_states`, to which GPU kernels round their operands."""
     # not read off the map's weights, which may be quantised or on the meta device
     kind = hidden_states.device.type

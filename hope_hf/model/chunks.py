@@ -106,8 +106,10 @@ class SlotPlan:
             return self
         copies = self.__dict__.setdefault("_copies", {})
         if device not in copies:
-            values = {field.name: getattr(self, field.name) for field in fields(self)}
-            moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
+            moved = {}
+            for field in fields(self):
+                value = getattr(self, field.name)
+                moved[field.name] = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
             copies[device] = type(self)(**moved)
         return copies[device]
 
@@ -123,7 +125,9 @@ class SlotPlan:
         """`position`, or the same for all rows [1, S]."""
         if self.position is not None:
             return self.position
-        return torch.arange(self.before, self.after.columns, device=self.after.seen.device)[None]
+        device = self.after.seen.device
+        positions = torch.arange(self.before, self.after.columns, device=device)
+        return positions[None]
 
 
 @dataclass(kw_only=True)
@@ -158,9 +162,10 @@ class TokenPlan(SlotPlan):
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors of the arguments, by name."""
+        counts = self.counts_before
         seen = None
-        if self.counts_before is not None and not self.has_equal_counts:
-            seen = self.counts_before.seen
+        if counts is not None and not counts.is_uniform:
+            seen = counts.seen
         return {"seen": seen, "padding": self.padding_mask, "position_ids": self.position_ids}
 
     def columns(self) -> int:
@@ -234,17 +239,20 @@ def plan_slots(
         rows = None
         seen_after = torch.full((batch_size,), columns, device=device)
         after = Past(columns, True, seen_after)
-        before, position = columns_before, None
+        before = columns_before
+        position = None
     else:
         rows = _count_tokens(shape, device, past, padding_mask, begins)
         after = Past(columns, False, rows.seen_after)
-        before, position = rows.seen, rows.position
+        before = rows.seen
+        position = rows.position
     if makes_slots_later:
+        counts_before = past._replace(is_uniform=False) if is_graph_of_token else past
         return TokenPlan(
             after,
             before,
             position=position,
-            counts_before=past._replace(is_uniform=False) if is_graph_of_token else past,
+            counts_before=counts_before,
             padding_mask=padding_mask,
             position_ids=position_ids,
         )
@@ -297,10 +305,13 @@ def _count_tokens(
         seen = past.seen.clone()
     rank = valid.long().cumsum(1) - 1
     first = torch.where(begins, rank, -1).cummax(1).values
-    position = torch.where(first >= 0, rank - first, rank + seen[:, None])
+    position_of_current = rank + seen[:, None]
+    position = torch.where(first >= 0, rank - first, position_of_current)
     # the row's last real token, or -1
-    last_column = torch.where(valid, torch.arange(length, device=device), -1).amax(1)
-    last_position = position.gather(1, last_column.clamp(min=0)[:, None])[:, 0]
+    column = torch.arange(length, device=device)
+    last_column = torch.where(valid, column, -1).amax(1)
+    existing_column = last_column.clamp(min=0).unsqueeze(1)
+    last_position = position.gather(1, existing_column).squeeze(1)
     seen_after = torch.where(last_column >= 0, last_position + 1, seen)
     return _Rows(valid, begins, rank, first, position, seen, seen_after)
 
@@ -310,11 +321,12 @@ def _lay_out(rows: _Rows, after: Past, chunk: int) -> SlotPlan:
     offset = rows.seen % chunk
     slot_of_token = _slots(rows, offset, chunk)
     token_of_slot, is_filled = _tokens_of_slots(slot_of_token, rows.valid, chunk)
+    position = rows.position.gather(1, token_of_slot)
     return SlotPlan(
         after,
         rows.seen,
         valid=is_filled,
-        position=torch.where(is_filled, rows.position.gather(1, token_of_slot), 0),
+        position=torch.where(is_filled, position, 0),
         offset=offset,
         token_of_slot=token_of_slot,
         slot_of_token=torch.where(rows.valid, slot_of_token, 0),
@@ -326,12 +338,14 @@ def _slots(rows: _Rows, offset: Tensor, chunk: int) -> Tensor:
 
     A token's slot is its index in its document, after all chunks that earlier documents of the row fill.
     """
+    rank = rows.rank
+    first = rows.first
     # The tokens before the call's first document go on with one whose earlier tokens take `offset` slots.
-    index_without_document = rows.rank + offset[:, None]
-    index_in_document = torch.where(rows.first >= 0, rows.rank - rows.first, index_without_document)
+    index_without_document = rank + offset[:, None]
+    index_in_document = torch.where(first >= 0, rank - first, index_without_document)
     # at each document's first token, the size of the document before it, which may end in the middle of a chunk
-    first_before = F.pad(rows.first, (1, 0), value=-1)[:, :-1]
-    size_before = torch.where(first_before >= 0, rows.rank - first_before, index_without_document)
+    first_before = F.pad(first, (1, 0), value=-1)[:, :-1]
+    size_before = torch.where(first_before >= 0, rank - first_before, index_without_document)
     chunks_filled = -(-size_before // chunk)
     chunks_before = torch.where(rows.begins, chunks_filled, 0).cumsum(1)
     return chunks_before * chunk + index_in_document
@@ -378,7 +392,8 @@ def _ragged_spans(chunk: int, tail_size: int, heads: int, slots: SlotPlan) -> li
         tail_size: K - 1.
         heads: times that each row is repeated.
     """
-    valid, position = slots.valid, slots.position
+    valid = slots.valid
+    position = slots.position
     batch_size, num_slots = valid.shape
     device = valid.device
     # Every field is computed for all spans at once, span by span in memory; a span's part of it is a view.
@@ -388,8 +403,10 @@ def _ragged_spans(chunk: int, tail_size: int, heads: int, slots: SlotPlan) -> li
     last_slot = (first_slot + (chunk - 1)).clamp(max=num_slots - 1)
     ends_chunk = valid & ((position + 1) % chunk == 0)
     begins_document = valid & (position == 0)
-    closes = ends_chunk[rows, last_slot][..., None, None].unbind()
-    continues = (~begins_document[rows, first_slot])[..., None, None].unbind()
+    closes = ends_chunk[rows, last_slot]
+    closes = closes[..., None, None].unbind()
+    continues = ~begins_document[rows, first_slot]
+    continues = continues[..., None, None].unbind()
     inside = _inside_document(position[rows], tail_size).split(chunk, dim=2)
     # The K - 1 inputs that end with slot c of a span have the indices c + 1 to c + K - 1 of the padded input.
     first_of_tail = _tokens_until_last(valid, chunk)[:, rows]
@@ -428,8 +445,10 @@ def _tokens_until_last(valid: Tensor, chunk: int) -> Tensor:
 def _inside_document(position: Tensor, tail_size: int) -> Tensor:
     """`ChunkSpan.inside` [K - 1, b, S, 1] for slots at `position` [b, S] of their document."""
     if not tail_size:
-        return torch.stack([position.bool()]).unsqueeze(-1)
-    return torch.stack([position >= steps for steps in range(tail_size, 0, -1)]).unsqueeze(-1)
+        inside = [position.bool()]
+    else:
+        inside = [position >= steps for steps in range(tail_size, 0, -1)]
+    return torch.stack(inside).unsqueeze(-1)
 
 
 def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -> list[ChunkSpan]:
@@ -441,13 +460,16 @@ def convolution_spans(slots: SlotPlan, length: int, tail_size: int, size: int) -
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     """The entries of `x` [B, ..., ...] at indices [B, I] of its second axis."""
-    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
-    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+    ones = (1,) * (x.ndim - 2)
+    index = index.reshape(*index.shape, *ones)
+    index = index.expand(-1, -1, *x.shape[2:])
+    return x.gather(1, index)
 
 
 def beside(flag: Tensor, x: Tensor) -> Tensor:
     """A view of one value per row [b, ...] that broadcasts with `x` [b, ...]."""
-    return flag.view(-1, *(1,) * (x.ndim - 1))
+    ones = (1,) * (x.ndim - 1)
+    return flag.view(-1, *ones)
 
 
 def plan_again(
@@ -486,23 +508,31 @@ class Sequences(NamedTuple):
     def gather(self, x: Tensor) -> Tensor:
         """[B, T, X] -> [1, N, X]."""
         x = x.flatten(0, 1)
-        return (x if self.tokens is None else x.index_select(0, self.tokens)).unsqueeze(0)
+        if self.tokens is not None:
+            x = x.index_select(0, self.tokens)
+        return x.unsqueeze(0)
 
     def scatter(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """[1, N, X] -> [B, T, X] of that `shape`; padding is 0."""
         if self.tokens is not None:
-            x = x.new_zeros(shape[0] * shape[1], x.shape[-1]).index_copy(0, self.tokens, x[0])
+            batch_size, length = shape
+            padding = x.new_zeros(batch_size * length, x.shape[-1])
+            x = padding.index_copy(0, self.tokens, x[0])
         return x.view(*shape, -1)
 
     def gather_states(self, state: Tensor, min_age: int | Tensor = 1) -> Tensor:
         """What each sequence [n, ...] takes over from its row [B, ...]: 0 where its document has fewer tokens."""
         is_old_enough = beside(self.position, state) >= min_age
-        return torch.where(is_old_enough, state.index_select(0, self.row), 0.0)
+        state_of_row = state.index_select(0, self.row)
+        return torch.where(is_old_enough, state_of_row, 0.0)
 
     def scatter_states(self, after: Tensor, before: Tensor | None) -> Tensor:
         """States of the rows [B, ...] after the call from those of the sequences, `before` in rows without tokens."""
         after = after.index_select(0, self.last)
-        return torch.where(beside(self.has_tokens, after), after, 0.0 if before is None else before)
+        has_tokens = beside(self.has_tokens, after)
+        if before is None:
+            before = 0.0
+        return torch.where(has_tokens, after, before)
 
 
 def _sequences_of(plan: SlotPlan) -> Sequences:
@@ -510,21 +540,26 @@ def _sequences_of(plan: SlotPlan) -> Sequences:
     # of every real token, row after row
     row, slot = plan.valid.nonzero(as_tuple=True)
     position = plan.position[row, slot]
-    is_first_of_row = F.pad(row[1:] != row[:-1], (1, 0), value=True)[: len(row)]
-    first_token = ((position == 0) | is_first_of_row).nonzero().squeeze(-1)
+    is_other_row = row[1:] != row[:-1]
+    is_first_of_row = F.pad(is_other_row, (1, 0), value=True)[: len(row)]
+    begins_sequence = (position == 0) | is_first_of_row
+    first_token = begins_sequence.nonzero().squeeze(-1)
     if plan.token_of_slot is None:
         # a single token per row
-        length, column = 1, slot
+        length = 1
+        column = slot
     else:
         length = plan.slot_of_token.shape[1]
         column = plan.token_of_slot[row, slot]
     num_rows = len(plan.valid)
-    has_padding = len(row) < num_rows * length
+    tokens = None
+    if len(row) < num_rows * length:
+        tokens = row * length + column
     row_of_sequence = row[first_token]
     all_rows = torch.arange(num_rows, device=row.device)
     last_sequence = torch.searchsorted(row_of_sequence, all_rows, right=True) - 1
     return Sequences(
-        tokens=row * length + column if has_padding else None,
+        tokens=tokens,
         bounds=F.pad(first_token, (0, 1), value=len(row)),
         row=row_of_sequence,
         position=position[first_token],

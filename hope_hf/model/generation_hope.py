@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import BaseStreamer, GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask
@@ -25,12 +26,12 @@ _CHUNKS_FOLLOW_A_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])
 @takes_cache
 def create_generation_masks(
     config: HopeConfig,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
     cache: Cache | None = None,
-    position_ids: torch.Tensor | None = None,
+    position_ids: Tensor | None = None,
     **_,
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Tensor | None]:
     """Masks of one shape for every generated token: `generate` makes them for caches of fixed shape.
 
     `columns` [B, T] is the padding mask of `inputs_embeds` [B, T, ...], for mixers with a state; `attention` is
@@ -106,12 +107,12 @@ class HopeGenerationMixin(GenerationMixin):
         prompt = _Prompt(learn)
         output = super().generate(*args, **kwargs, learn=prompt)
         if learn_generated:
-            tokens = output if isinstance(output, torch.Tensor) else output.sequences
+            tokens = output if isinstance(output, Tensor) else output.sequences
             self._learn_generated(tokens, prompt, cache, freeze_memories)
         return output
 
     def _learn_generated(
-        self, tokens: torch.Tensor, prompt: "_Prompt", cache: HopeCache, freeze_memories: bool | None
+        self, tokens: Tensor, prompt: "_Prompt", cache: HopeCache, freeze_memories: bool | None
     ) -> None:
         """Read the new tokens of `tokens` [B, prompt and T] again from the prompt's end, and learn from them."""
         if len(tokens) != len(prompt.mask) or prompt.beams > 1:
@@ -127,11 +128,11 @@ class HopeGenerationMixin(GenerationMixin):
     @takes_cache
     def _generate_with_passages(
         self,
-        inputs: torch.Tensor | None = None,
+        inputs: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *args,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         cache: HopeCache | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         streamer: BaseStreamer | None = None,
@@ -171,7 +172,7 @@ class HopeGenerationMixin(GenerationMixin):
                 **{CACHE_NAME: cache},
                 **kwargs,
             )
-            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            sequences = output if isinstance(output, Tensor) else output.sequences
             generated = sequences[:, prompt.length :]
             cache.rollback(before)
             # several continuations of a prompt have a row each
@@ -188,13 +189,13 @@ class HopeGenerationMixin(GenerationMixin):
             cache.rollback(before)
             raise
         sequences = torch.cat([input_ids.repeat_interleave(repeats, dim=0), generated], dim=1)
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             return sequences
         output.sequences = sequences
         return output
 
     def _read_again(
-        self, tokens: torch.Tensor, mask: torch.Tensor, cache: HopeCache, learn: bool, freeze_memories: bool | None
+        self, tokens: Tensor, mask: Tensor, cache: HopeCache, learn: bool, freeze_memories: bool | None
     ) -> None:
         """Read tokens [B, T]; `mask` has a column for all that the cache has then read."""
         if tokens.shape[1]:
@@ -298,11 +299,11 @@ class _Prompt:
     learn: bool
     length: int = 0
     # columns read [B, prompt and earlier tokens], 0 for padding
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     beams: int = 1
     # end tokens, and the token that fills rows
-    ends: torch.Tensor | None = None
-    padding: torch.Tensor | None = None
+    ends: Tensor | None = None
+    padding: Tensor | None = None
     snapshot: Snapshot | None = None
 
     def end(self, input_ids, generation_config, model_kwargs) -> None:
@@ -317,7 +318,7 @@ class _Prompt:
         self.padding = generation_config._pad_token_tensor
         self.snapshot = cache.snapshot()
 
-    def is_real(self, tokens: torch.Tensor) -> torch.Tensor:
+    def is_real(self, tokens: Tensor) -> Tensor:
         """Whether each generated token [B, T] is one, and not the padding behind a row's end."""
         ended = torch.zeros_like(tokens)
         if self.ends is not None:
@@ -347,8 +348,8 @@ def _require_recall(cache, tokenizer, input_ids) -> None:
 
 
 def _behind_passages(
-    tokens: torch.Tensor, mask: torch.Tensor, cache: HopeCache, tokenizer: PreTrainedTokenizerBase
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens: Tensor, mask: Tensor, cache: HopeCache, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Tensor, Tensor]:
     """Prompts [B, N] behind the passages that fit them best, padded in front, and their mask."""
     rows = []
     for row, (tokens_of_row, real) in enumerate(zip(tokens, mask.bool(), strict=True)):
@@ -369,11 +370,11 @@ def _behind_passages(
 class _StreamerOfPrompt(BaseStreamer):
     """A streamer that gets the prompt [B, T] without the passages before it."""
 
-    def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
+    def __init__(self, streamer: BaseStreamer, prompt: Tensor):
         self._streamer, self._prompt = streamer, prompt.cpu()
         self._has_begun = False
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Pass new tokens on; the first value is the prompt."""
         self._streamer.put(value if self._has_begun else self._prompt)
         self._has_begun = True
@@ -383,7 +384,7 @@ class _StreamerOfPrompt(BaseStreamer):
         self._streamer.end()
 
 
-def _require_one_text(mask: torch.Tensor | None, model_kwargs: dict) -> None:
+def _require_one_text(mask: Tensor | None, model_kwargs: dict) -> None:
     """ValueError if the mask or other arguments of `generate` mark several documents in a row."""
     markers = list(boundaries_of(model_kwargs))
     position_ids = model_kwargs.get("position_ids")
@@ -402,7 +403,7 @@ def _require_one_text(mask: torch.Tensor | None, model_kwargs: dict) -> None:
         )
 
 
-def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+def _with_columns_read(mask: Tensor, inputs: Tensor, cache: Cache | None) -> Tensor:
     """The mask [B, T] of new tokens with a column in front for every token of the cache; other masks unchanged."""
     read = cache.get_seq_length() if isinstance(cache, Cache) else 0
     if not read:
@@ -415,7 +416,7 @@ def _with_columns_read(mask: torch.Tensor, inputs: torch.Tensor, cache: Cache | 
     return torch.cat([mask.new_ones(len(mask), int(read)), mask], dim=1)
 
 
-def _is_whole_text(inputs: torch.Tensor, cache: Cache, read: int) -> bool:
+def _is_whole_text(inputs: Tensor, cache: Cache, read: int) -> bool:
     """Whether the inputs [B, T] (or embeddings [B, T, hidden_size]) contain the `read` tokens of the cache."""
     length = inputs.shape[1]
     if inputs.ndim == 3:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -104,9 +104,7 @@ class Mixer:
         return 0
 
 
-def gated_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, gate: torch.Tensor | None = None, kernels: str = "auto"
-) -> torch.Tensor:
+def gated_norm(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = None, kernels: str = "auto") -> Tensor:
     """`rms_norm(x)` in the dtype of `x`, times `silu(gate)` in the gate's; `x` and `gate` are [B, T, ..., W].
 
     `kernels` is a value of `backends.KERNELS`.
@@ -132,7 +130,7 @@ class HopeRMSNorm(nn.Module):
         self.variance_epsilon = eps
         self.kernels = asked_kernels()
 
-    def forward(self, x: torch.Tensor, compute: Callable | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, compute: Callable | None = None) -> Tensor:
         """`x` normalised, by `compute(x, weight, epsilon)` if it is given: a norm that does more, or a kernel."""
         if compute is not None:
             return compute(x, self.weight, self.variance_epsilon)
@@ -152,7 +150,7 @@ class LearnedFactors(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(number))
 
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype, copy=True)
 
     @torch.no_grad()
@@ -176,7 +174,7 @@ class ShortConvolution(nn.Module):
         weight = torch.empty(heads * config.head_dim, 1, config.conv_kernel_size)
         self.weight = nn.Parameter(weight)
 
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, dtype: torch.dtype) -> Tensor:
         weight = self.weight.to(dtype, copy=True)
         by_head = weight.view(self.heads, -1, weight.shape[-1])
         return by_head.permute(2, 0, 1)
@@ -192,14 +190,14 @@ class ShortConvolution(nn.Module):
         init.copy_(self.weight, weight)
 
 
-def one_token_later(weight: torch.Tensor) -> torch.Tensor:
+def one_token_later(weight: Tensor) -> Tensor:
     """Weights [..., K] of a convolution that gives at a token what `weight` gives at the next one, but for its own."""
     if weight.shape[-1] == 1:
         return weight
     return F.pad(weight[..., :-1], (1, 0))
 
 
-def with_tail(raw: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+def with_tail(raw: Tensor, tail: Tensor, span: ChunkSpan) -> Tensor:
     """A span's padded inputs [b, K - 1 + C, X]: the tail before it [b, K - 1, X], then its inputs [b, C, X].
 
     Where the call begins with empty slots, the tail stands once more, right before the first token.
@@ -210,7 +208,7 @@ def with_tail(raw: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.T
     return padded.scatter(1, span.tail_in.expand_as(tail), tail)
 
 
-def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> torch.Tensor:
+def tail_after(padded: Tensor, tail: Tensor, span: ChunkSpan) -> Tensor:
     """The last K - 1 inputs [b, K - 1, X] after a span, from its padded inputs [b, K - 1 + C, X]."""
     if span.tail_out is None:
         length = padded.shape[1] - tail.shape[1]
@@ -218,9 +216,7 @@ def tail_after(padded: torch.Tensor, tail: torch.Tensor, span: ChunkSpan) -> tor
     return padded.gather(1, span.tail_out.expand_as(tail))
 
 
-def convolve(
-    raw: torch.Tensor, tail: torch.Tensor, conv_weights: torch.Tensor, span: ChunkSpan
-) -> tuple[torch.Tensor, torch.Tensor]:
+def convolve(raw: Tensor, tail: Tensor, conv_weights: Tensor, span: ChunkSpan) -> tuple[Tensor, Tensor]:
     """Causal depthwise convolution within each document [b, C, X], and the tail for the next span.
 
     Args:

@@ -8,7 +8,7 @@ many operations as the plain loss.
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .backends import asked_kernels, is_compiled, is_transformed, operand_dtype
@@ -86,7 +86,7 @@ class _Loss(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _add_weight_gradient(grad_weight: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+def _add_weight_gradient(grad_weight: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     """Add `grad_logits^T hidden` of a chunk's tokens to the gradient [V, D], which may be of a wider dtype."""
     if grad_weight.dtype == hidden.dtype:
         grad_weight.addmm_(grad_logits.mT, hidden)
@@ -96,7 +96,7 @@ def _add_weight_gradient(grad_weight: torch.Tensor, grad_logits: torch.Tensor, h
         rows += columns_of_rows.mT @ hidden
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """`cross_entropy(linear(hidden, weight), labels, reduction="sum")`: nats, float32 (float64 if `hidden` is).
 
     Args:
@@ -114,13 +114,13 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
         return _Loss.apply(hidden, weight, labels, torch.is_grad_enabled())
 
 
-def _summed(tensors: Tensors, *_) -> list[torch.Tensor]:
+def _summed(tensors: Tensors, *_) -> list[Tensor]:
     """`linear_cross_entropy` as one operator of a compiled graph."""
     loss = _Loss.apply(*tensors.values(), torch.is_grad_enabled())
     return [loss]
 
 
-def _shape(tensors: Tensors, *_) -> list[torch.Tensor]:
+def _shape(tensors: Tensors, *_) -> list[Tensor]:
     hidden = tensors["hidden"]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return [hidden.new_empty((), dtype=wide)]
@@ -129,7 +129,7 @@ def _shape(tensors: Tensors, *_) -> list[torch.Tensor]:
 register("loss", _summed, _shape)
 
 
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Summed loss in nats of logits [..., V] and labels [...], float32 or wider; -100 is not scored."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)
@@ -149,9 +149,7 @@ class HopeHead(nn.Linear):
     def __init__(self, width: int, vocab_size: int):
         super().__init__(width, vocab_size, bias=False)
 
-    def forward(
-        self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, weight_learns: bool = True
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, labels: Tensor | None = None, weight_learns: bool = True) -> Tensor:
         if labels is None:
             return super().forward(hidden_states)
         # The tracer supports none of the checks.
@@ -165,7 +163,7 @@ class HopeHead(nn.Linear):
         tokens = hidden_states.flatten(0, -2)
         return linear_cross_entropy(tokens, weight, labels.flatten())
 
-    def mean_loss(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> torch.Tensor:
+    def mean_loss(self, hidden_states, labels, num_items_in_batch=None, shift_labels=None, **_) -> Tensor:
         """The result of transformers' `loss_function`, computed without the logits of all tokens."""
         if shift_labels is None:
             shift_labels = next_labels(labels)
@@ -173,11 +171,11 @@ class HopeHead(nn.Linear):
         count = num_items_in_batch
         if count is None:
             count = (shift_labels != IGNORED).sum()
-        elif isinstance(count, torch.Tensor):
+        elif isinstance(count, Tensor):
             count = count.to(hidden_states.device)
         return self(hidden_states, shift_labels) / count
 
 
-def next_labels(labels: torch.Tensor) -> torch.Tensor:
+def next_labels(labels: Tensor) -> Tensor:
     """The label of each position's next token [B, T], from labels that are the tokens themselves."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .memory_scan import ScanState, Tokens, Weights, decay_matrix
+from .memory_scan import Deviations, ScanState, Tokens, Weights, decay_matrix
 
 
 class DeltaMemories(NamedTuple):
@@ -103,18 +103,20 @@ class DeltaMemories(NamedTuple):
         (weight,) = initial
         return cls(conv_weights, projected, weight, value_share, rate_factors)
 
-    def fresh(self) -> Weights:
+    def fresh(self) -> Deviations:
         """The deviation before the first token."""
         deviation = torch.zeros_like(self.initial)
         return (deviation.repeat(1, 1, len(self.rate_factors)),)
 
-    def project(self, chunk_start: Weights, index: int, x: Tensor) -> Tensor:
+    def project(self, chunk_start: Deviations, index: int, x: Tensor) -> Tensor:
         """`x (I + S)` with the deviation S of one memory at the chunk's start; [b, C, D]."""
         (deviation,) = chunk_start
         width = x.shape[-1]
-        return x + x @ deviation[..., index * width : (index + 1) * width]
+        first = index * width
+        of_memory = deviation[..., first : first + width]
+        return x + x @ of_memory
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Deviations]:
         """Reads `q_t W_t + d v_t` [b, C, D], and the deviation after the span; the span's size changes neither.
 
         With `g_t` the sum of log alpha up to token t, the errors `A_t = k_t (W_0 + S'_t) - v_t` solve
@@ -122,16 +124,19 @@ class DeltaMemories(NamedTuple):
             (I + rho L) A = K W_0 + e^g (K S) - V,   L_ti = e^(g_t - g_i) eta_i (k_t . k_i) for i < t
         """
         (deviation,) = state.current
-        keys, values, queries = tokens.keys, tokens.values, tokens.queries
+        keys = tokens.keys
+        values = tokens.values
+        queries = tokens.queries
         width = keys.shape[-1]
         total = tokens.log_retention.cumsum(-1)
         decay_from_start = total.exp().unsqueeze(-1)
         rated_decay = decay_matrix(total, total) * tokens.rate.unsqueeze(-2)
         lower = (keys @ keys.mT * rated_decay).tril(-1)
-        # K W_0 of each memory
-        initial_reads = torch.cat([keys] * len(self.projected) + [keys @ self.initial], dim=-1)
+        # K W_0 of each memory; those that project begin at the identity
+        initial_reads = [keys] * len(self.projected)
+        initial_reads.append(keys @ self.initial)
         targets = values.repeat(1, 1, len(self.rate_factors))
-        right = initial_reads + decay_from_start * (keys @ deviation) - targets
+        right = torch.cat(initial_reads, dim=-1) + decay_from_start * (keys @ deviation) - targets
         # A of each memory, times its rho
         errors = []
         for factor, right_of_memory in zip(self.rate_factors, right.split(width, dim=-1), strict=True):
@@ -141,23 +146,26 @@ class DeltaMemories(NamedTuple):
         content = deviation[..., -width:]
         reads = queries @ self.initial + self.value_share * tokens.own_values
         reads = reads + decay_from_start * (queries @ content)
-        reads = reads - (queries @ keys.mT * rated_decay) @ errors[-1]
+        attention = queries @ keys.mT * rated_decay
+        reads = reads - attention @ errors[-1]
         decay_to_end = (total[:, -1:] - total).exp()
         written_keys = (tokens.rate * decay_to_end).unsqueeze(-1) * keys
         decayed = decay_from_start[:, -1:] * deviation
-        deviation_after = decayed - written_keys.mT @ torch.cat(errors, dim=-1)
+        written = written_keys.mT @ torch.cat(errors, dim=-1)
+        deviation_after = decayed - written
         return reads, (deviation_after,)
 
-    def recall(self, state: Weights, keys: Tensor) -> Tensor:
+    def recall(self, deviations: Deviations, keys: Tensor) -> Tensor:
         """`k W` of the content memory."""
-        (weights,) = self.content(state)
+        (weights,) = self.content(deviations)
         return keys @ weights
 
-    def target(self, _: Weights, values: Tensor) -> Tensor:
+    def target(self, _: Deviations, values: Tensor) -> Tensor:
         """The values."""
         return values
 
-    def content(self, state: Weights) -> Weights:
+    def content(self, deviations: Deviations) -> Weights:
         """`W` of the content memory [b, D, D]."""
-        (deviation,) = state
-        return (self.initial + deviation[..., -self.initial.shape[-1] :],)
+        (deviation,) = deviations
+        width = self.initial.shape[-1]
+        return (self.initial + deviation[..., -width:],)

@@ -23,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .backends import Kernel, asked_kernels, choose, runs_plain, runs_torch
 from .cache_parts import map_state
-from .chunks import ChunkPlan, TokenPlan, plan_chunks
+from .chunks import ChunkPlan, ChunkSpan, TokenPlan, plan_chunks
 from .kernels_fla import is_expected, mix, scan_obstacle
 from .kernels_fla import kept_bytes as kept_bytes_of_kernels
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, one_token_later
@@ -82,7 +82,11 @@ class InitialMemory(nn.Module):
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The weights in the order in which they are applied."""
         # Read by name: FSDP1 replaces parameters by tensors that `named_parameters` does not list.
-        return tuple(getattr(self, name).to(dtype, copy=True) for name in self.layers)
+        weights = []
+        for name in self.layers:
+            weight = getattr(self, name)
+            weights.append(weight.to(dtype, copy=True))
+        return tuple(weights)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -143,23 +147,28 @@ class MemoryGates(nn.Module):
         logits = self.gate_proj(hidden_states)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rate_logits, time_step, *more_logits = logits.to(dtype).split(len(self.dt_bias), dim=-1)
+            heads = len(self.dt_bias)
+            rate_logits, time_step, *more_logits = logits.to(dtype).split(heads, dim=-1)
             largest_rate = float(self.config.memory_learning_rate_max)
-            rate = largest_rate * (rate_logits + self.learning_rate_bias.to(dtype)).sigmoid()
-            log_retention = -F.softplus(time_step + self.dt_bias.to(dtype))
+            rate_logits = rate_logits + self.learning_rate_bias.to(dtype)
+            rate = largest_rate * rate_logits.sigmoid()
+            time_step = time_step + self.dt_bias.to(dtype)
+            log_retention = -F.softplus(time_step)
             if self.A_log is not None:
-                log_retention = self.A_log.to(dtype).exp() * log_retention
+                decay_rate = self.A_log.to(dtype).exp()
+                log_retention = decay_rate * log_retention
             value_norm = None
             if self.value_bias is not None:
-                value_norm = 2 * (more_logits[0] + self.value_bias.to(dtype)).sigmoid()
+                value_logits = more_logits[0] + self.value_bias.to(dtype)
+                value_norm = 2 * value_logits.sigmoid()
             if is_frozen:
                 # the norm of values stays: the read adds a share of the token's own value, which is no write
                 rate = torch.zeros_like(rate)
                 log_retention = torch.zeros_like(log_retention)
             erased = None
             if self.erase_bias is not None:
-                share = (more_logits[1] + self.erase_bias.to(dtype)).sigmoid()
-                erased = LEAST_ERASED + (1 - LEAST_ERASED) * share
+                erase_logits = more_logits[1] + self.erase_bias.to(dtype)
+                erased = LEAST_ERASED + (1 - LEAST_ERASED) * erase_logits.sigmoid()
                 rate = rate * erased
                 value_norm = value_norm / erased
         return Gates(rate, log_retention, value_norm, erased)
@@ -173,10 +182,12 @@ class MemoryGates(nn.Module):
         if config.retention_bias is None:
             # as in flash-linear-attention; transformers' Qwen3-Next has time steps of 1.3
             shortest, longest = _TIME_STEPS
-            step = torch.empty(heads).uniform_(math.log(shortest), math.log(longest)).exp()
+            log_step = torch.empty(heads).uniform_(math.log(shortest), math.log(longest))
+            step = log_step.exp()
             inverse_softplus = step + torch.log(-torch.expm1(-step))
             init.copy_(self.dt_bias, inverse_softplus)
-            init.copy_(self.A_log, torch.empty(heads).uniform_(*_DECAY_RATES).log())
+            decay_rate = torch.empty(heads).uniform_(*_DECAY_RATES)
+            init.copy_(self.A_log, decay_rate.log())
         else:
             init.copy_(self.dt_bias, -torch.linspace(*config.retention_bias, heads))
             if self.A_log is not None:
@@ -216,7 +227,9 @@ class SelfModifyingTitans(Mixer, nn.Module):
         inner = heads * config.head_dim
         self.rule = rule = RULES[config.memory_rule]
         self.projected = tuple(config.memory_projections)
-        self.rate_factors = (float(config.projection_memory_rate),) * len(self.projected) + (1.0,)
+        # of the memories that project, and of the content memory
+        rate_of_projecting = float(config.projection_memory_rate)
+        self.rate_factors = (*[rate_of_projecting] * len(self.projected), 1.0)
         shared = self.projected if rule.shares_input else ()
         self.in_proj = nn.Linear(width, inner, bias=False) if shared else None
         self.k_proj = None if "k" in shared else nn.Linear(width, inner, bias=False)
@@ -293,11 +306,13 @@ class SelfModifyingTitans(Mixer, nn.Module):
                 before = fresh_state(memories) if state is None else state
                 reads, after = scan(inputs, memories, before, plan.spans, need_state)
             # [b, S, D] to [B, S, H, D], then to tokens
-            reads = plan.to_tokens(reads.unflatten(0, (batch_size, heads)).transpose(1, 2))
+            by_head = reads.unflatten(0, (batch_size, heads))
+            reads = plan.to_tokens(by_head.transpose(1, 2))
         # norm, gate, output
         gate = self.g_proj(hidden_states).unflatten(-1, (heads, -1))
+        norm_and_gate = partial(gated_norm, gate=gate, kernels=self.kernels)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            gated = self.o_norm(reads, partial(gated_norm, gate=gate, kernels=self.kernels))
+            gated = self.o_norm(reads, norm_and_gate)
         output = self.o_proj(gated.flatten(2))
         if after is not None:
             after = map_state(lambda x: x.unflatten(0, (batch_size, heads)), after)
@@ -310,15 +325,18 @@ class SelfModifyingTitans(Mixer, nn.Module):
         value = shared if self.v_proj is None else self._stream(self.v_proj, hidden_states, plan)
         query = self._stream(self.q_proj, hidden_states, plan)
         gates = self.gates(hidden_states, plan.is_frozen)._asdict()
-        in_slots = {name: self._gate(gate, plan) for name, gate in gates.items()}
+        in_slots = {}
+        for name, gate in gates.items():
+            in_slots[name] = self._gate(gate, plan)
         return ScanInputs(key, value, query, **in_slots)
 
     def _stream(self, projection: nn.Linear, hidden_states: Tensor, plan: ChunkPlan) -> Tensor:
         """The output of a linear map in the slots of the plan, by head [b, S, D], float32 or float64."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        stream = plan.to_slots(projection(hidden_states)).to(dtype)
-        heads = stream.unflatten(-1, (self.config.num_memory_heads, -1))
-        return heads.transpose(1, 2).flatten(0, 1)
+        stream = projection(hidden_states)
+        stream = plan.to_slots(stream).to(dtype)
+        by_head = stream.unflatten(-1, (self.config.num_memory_heads, -1))
+        return by_head.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
     def _gate(gate: Tensor | None, plan: ChunkPlan) -> Tensor | None:
@@ -334,15 +352,21 @@ class SelfModifyingTitans(Mixer, nn.Module):
     def memories(self, batch_size: int, dtype: torch.dtype) -> Memories:
         """The memories of `batch_size` sequences, for the scan."""
         convolutions = (self.k_conv1d, self.v_conv1d, self.q_conv1d)
-        conv_weights = torch.cat([convolution(dtype) for convolution in convolutions], dim=-1)
+        weights_by_stream = [convolution(dtype) for convolution in convolutions]
         # [K, H, 3 D] to [K, b, 1, 3 D]
-        conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1).flatten(1, 2).unsqueeze(2)
+        conv_weights = torch.cat(weights_by_stream, dim=-1)
+        conv_weights = conv_weights.unsqueeze(1).expand(-1, batch_size, -1, -1)
+        conv_weights = conv_weights.flatten(1, 2).unsqueeze(2)
         # [H, ...] of heads to [b, ...]
-        initial = tuple(x.expand(batch_size, *x.shape).flatten(0, 1) for x in self.initial_memory(dtype))
+        initial = []
+        for weight in self.initial_memory(dtype):
+            by_row = weight.expand(batch_size, *weight.shape)
+            initial.append(by_row.flatten(0, 1))
         share = None
         if self.value_share is not None:
-            share = self.value_share(dtype).expand(batch_size, -1).flatten()[:, None, None]
-        return self.rule.of(conv_weights, self.projected, initial, share, self.rate_factors)
+            share = self.value_share(dtype).expand(batch_size, -1)
+            share = share.flatten()[:, None, None]
+        return self.rule.of(conv_weights, self.projected, tuple(initial), share, self.rate_factors)
 
     def runs_on_kernels(self, hidden_states: Tensor) -> bool:
         """Whether `kernels_fla.mix` computes the whole mixer; it rounds its operands to the linear maps' dtype."""
@@ -382,25 +406,12 @@ class SelfModifyingTitans(Mixer, nn.Module):
             state = fresh_state(memories)
             # each span is a chunk, so the state before it holds the weights of the chunk's start
             for span in plan.spans:
-                keys, values, _, _ = make_qkv(inputs, memories, state, span)
-                values = written_values(inputs, values, span)
-                values = inputs.own_values(values, slice(span.start, span.stop))
-                before = state.current
-                _, state = scan_span(inputs, memories, state, span)
-                target = memories.target(before, values)
-                vectors = {
-                    "surprise_before": memories.recall(before, unit(keys)) - target,
-                    "surprise_after": memories.recall(state.current, unit(keys)) - target,
-                    "key_norm": keys,
-                    "value_norm": values,
-                    "target_norm": target,
-                }
+                _, after = scan_span(inputs, memories, state, span)
+                vectors = _vectors_of_chunk(inputs, memories, span, state, after)
                 for name, vector in vectors.items():
                     norms[name].append(vector.norm(dim=-1))
-            squared_change = 0
-            content = memories.content(state.current)
-            for first, last in zip(memories.content(memories.fresh()), content, strict=True):
-                squared_change = squared_change + (last - first).square().sum((-1, -2))
+                state = after
+            squared_change = _squared_change(memories, state)
         rate, retention = self.gate_values(hidden_states)
         numbers = {"learning_rate_mean": rate.mean(), "retention_mean": retention.mean()}
         for name, norms_of_spans in norms.items():
@@ -449,7 +460,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
         memories = len(config.memory_projections) + 1
         expected_tail = (heads, config.conv_kernel_size - 1, 3 * width)
         heads_of_cache = tail.shape[1]
-        memories_of_cache = state.current[0][0].numel() // (heads_of_cache * width**2)
+        deviation_of_row = state.current[0][0]
+        memories_of_cache = deviation_of_row.numel() // (heads_of_cache * width**2)
         if tuple(tail.shape[1:]) != expected_tail or memories_of_cache != memories:
             raise ValueError(
                 f"the cache holds {heads_of_cache} heads of {memories_of_cache} memories of width "
@@ -481,9 +493,11 @@ class SelfModifyingTitans(Mixer, nn.Module):
         """Per head and layer of a memory: the rule's products with weights, and 6 C D of a chunk's C tokens."""
         rule = RULES[config.memory_rule]
         width = config.head_dim
-        products = rule.products(len(config.memory_projections)) * width**2
+        projecting = len(config.memory_projections)
+        products = rule.products(projecting) * width**2
         of_chunk = 6 * config.memory_chunk_size * width
-        return config.num_memory_heads * rule.depth(config) * (products + of_chunk)
+        layers = config.num_memory_heads * rule.depth(config)
+        return layers * (products + of_chunk)
 
     @staticmethod
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
@@ -491,9 +505,10 @@ class SelfModifyingTitans(Mixer, nn.Module):
         rule = RULES[config.memory_rule]
         width = config.head_dim
         copies = 2 if rule.errors_at_chunk_start or config.memory_projections else 1
-        memories = copies * rule.depth(config) * (len(config.memory_projections) + 1) * width**2
+        memories = len(config.memory_projections) + 1
+        weights = copies * rule.depth(config) * memories * width**2
         tail = 3 * (config.conv_kernel_size - 1) * width
-        return 4 * config.num_memory_heads * (memories + tail)
+        return 4 * config.num_memory_heads * (weights + tail)
 
     @staticmethod
     def expects_kernels(config: PreTrainedConfig) -> bool:
@@ -511,9 +526,12 @@ class SelfModifyingTitans(Mixer, nn.Module):
         """
         if is_expected(config):
             return kept_bytes_of_kernels(config, batch_size * length, low)
-        width, heads = config.head_dim, config.num_memory_heads
+        width = config.head_dim
         # of a token and channel: the streams around the scan
-        around = 4 * 4 + 2 * low if low == 4 else 4 * 6 + 4 * low
+        if low == 4:
+            around = 4 * 4 + 2 * low
+        else:
+            around = 4 * 6 + 4 * low
         chunks = math.ceil(length / config.memory_chunk_size)
         stride = config.recompute_chunks or chunks
         state, cheap, dear = _numbers_of_chunk(config, min(config.memory_chunk_size, length))
@@ -523,8 +541,39 @@ class SelfModifyingTitans(Mixer, nn.Module):
             groups = math.ceil(chunks / stride)
             chunks_of_last_group = chunks - (groups - 1) * stride
             of_last_group = _AUTOGRAD_FACTOR * (dear + cheap) * chunks_of_last_group
-            scan = RULES[config.memory_rule].depth(config) * (of_last_group + (groups - 1) * state)
-        return batch_size * heads * (length * around * width + 4 * scan)
+            depth = RULES[config.memory_rule].depth(config)
+            scan = depth * (of_last_group + (groups - 1) * state)
+        of_row_and_head = length * around * width + 4 * scan
+        return batch_size * config.num_memory_heads * of_row_and_head
+
+
+def _vectors_of_chunk(
+    inputs: ScanInputs, memories: Memories, span: ChunkSpan, before: ScanState, after: ScanState
+) -> dict[str, Tensor]:
+    """Vectors [b, C, D] of a chunk whose norms `statistics` gives, by name; the states are before and after it."""
+    keys, values, _, _ = make_qkv(inputs, memories, before, span)
+    values = written_values(inputs, values, span)
+    values = inputs.own_values(values, slice(span.start, span.stop))
+    unit_keys = unit(keys)
+    target = memories.target(before.current, values)
+    return {
+        "surprise_before": memories.recall(before.current, unit_keys) - target,
+        "surprise_after": memories.recall(after.current, unit_keys) - target,
+        "key_norm": keys,
+        "value_norm": values,
+        "target_norm": target,
+    }
+
+
+def _squared_change(memories: Memories, state: ScanState) -> Tensor:
+    """Squared norm of what the content memory has learned."""
+    first_weights = memories.content(memories.fresh())
+    last_weights = memories.content(state.current)
+    squared_change = 0
+    for first, last in zip(first_weights, last_weights, strict=True):
+        change = last - first
+        squared_change = squared_change + change.square().sum((-1, -2))
+    return squared_change
 
 
 def _numbers_of_chunk(config: PreTrainedConfig, size: int) -> tuple[int, int, int]:

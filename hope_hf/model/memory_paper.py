@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
-from .memory_scan import NORM_EPSILON, ScanState, Tokens, Weights, decay_matrix, unit
+from .memory_scan import NORM_EPSILON, Deviations, ScanState, Tokens, Weights, decay_matrix, unit
 
 # standard deviation of a memory's output layer at initialisation, before the factor 1 / sqrt(input width)
 _OUTPUT_STD = 0.05
@@ -41,7 +41,7 @@ _HIDDEN_NORM_FLOOR = 0.1
 class PaperMemories(NamedTuple):
     """The memories of a layer under the paper's rule.
 
-    Weights of N memories are (W,) or (W2, W1), each [b, N, o, i]. A state holds deviations from the initial weights.
+    Weights of N memories are (W,) or (W2, W1), each [b, N, o, i], and so are their deviations.
     """
 
     # as in `Memories`
@@ -99,26 +99,30 @@ class PaperMemories(NamedTuple):
     def of(cls, conv_weights, projected, initial, value_share: None, rate_factors) -> "PaperMemories":
         return cls(conv_weights, projected, initial, conv_weights.new_tensor(rate_factors).unsqueeze(1))
 
-    def fresh(self) -> Weights:
-        """The state before the first token."""
+    def fresh(self) -> Deviations:
+        """The deviations before the first token."""
         return tuple(map(torch.zeros_like, self.initial))
 
-    def weights(self, state: Weights) -> Weights:
-        """The weights of a state."""
-        return tuple(map(torch.add, self.initial, state))
+    def weights(self, deviations: Deviations) -> Weights:
+        """The weights of all memories."""
+        return tuple(map(torch.add, self.initial, deviations))
 
-    def project(self, chunk_start: Weights, index: int, x: Tensor) -> Tensor:
+    def project(self, chunk_start: Deviations, index: int, x: Tensor) -> Tensor:
         """`M(x)` of one memory with the weights of the chunk's start; [b, C, D]."""
-        of_memory = [weight[:, index : index + 1] for weight in self.weights(chunk_start)]
-        return apply_memory(of_memory, x.unsqueeze(1)).squeeze(1)
+        weights_of_memory = []
+        for weight in self.weights(chunk_start):
+            weights_of_memory.append(weight[:, index : index + 1])
+        projected = apply_memory(weights_of_memory, x.unsqueeze(1))
+        return projected.squeeze(1)
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
-        """Reads `M_t(q_t)` of the content memory [b, C, D], and the state after the span."""
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Deviations]:
+        """Reads `M_t(q_t)` of the content memory [b, C, D], and the deviations after the span."""
         keys = tokens.keys.unsqueeze(1)
         values = tokens.values.unsqueeze(1)
         queries = tokens.queries.unsqueeze(1)
         rate = self.rate_factors * tokens.rate.unsqueeze(1)
-        gates = SpanGates(rate, tokens.log_retention.unsqueeze(1))
+        log_retention = tokens.log_retention.unsqueeze(1)
+        gates = SpanGates(rate, log_retention)
         writes = linearise(self.weights(state.chunk_start), keys, values)
         layers = []
         for deviation, initial, write in zip(state.current, self.initial, writes, strict=True):
@@ -127,19 +131,22 @@ class PaperMemories(NamedTuple):
         if len(layers) == 2:
             hidden = activate(layers[0].read(queries))
         reads = queries + layers[-1].read(hidden)
-        return reads.squeeze(1), tuple(layer.deviation_after() for layer in layers)
+        deviations_after = tuple(layer.deviation_after() for layer in layers)
+        return reads.squeeze(1), deviations_after
 
-    def recall(self, state: Weights, keys: Tensor) -> Tensor:
+    def recall(self, deviations: Deviations, keys: Tensor) -> Tensor:
         """`M(k)` of the content memory."""
-        return apply_memory(self.content(state), keys.unsqueeze(1)).squeeze(1)
+        content = self.content(deviations)
+        recalled = apply_memory(content, keys.unsqueeze(1))
+        return recalled.squeeze(1)
 
-    def target(self, chunk_start: Weights, values: Tensor) -> Tensor:
+    def target(self, chunk_start: Deviations, values: Tensor) -> Tensor:
         """`M(v)` at the chunk's start (equation 84)."""
         return self.recall(chunk_start, unit(values))
 
-    def content(self, state: Weights) -> Weights:
+    def content(self, deviations: Deviations) -> Weights:
         """The weights of the content memory, each [b, 1, o, i]."""
-        return tuple(map(_last, self.weights(state)))
+        return tuple(map(_last, self.weights(deviations)))
 
 
 def activate(pre: Tensor) -> Tensor:
@@ -192,8 +199,12 @@ def linearise(weights: Weights, keys: Tensor, values: Tensor) -> list[LayerWrite
     error = (keys - values) + (hidden - hidden_of_target) @ outer.mT
     # the inner layer's error comes from the unclipped error of the outer layer, through the norm and SiLU
     grad_hidden = error @ outer
-    inverse_norm = torch.rsqrt(_squared_norm(F.silu(pre)) + NORM_EPSILON).clamp(max=1 / _HIDDEN_NORM_FLOOR)
-    radial = hidden * (hidden * grad_hidden).sum(-1, keepdim=True)
+    squared_norm = _squared_norm(F.silu(pre))
+    inverse_norm = torch.rsqrt(squared_norm + NORM_EPSILON)
+    inverse_norm = inverse_norm.clamp(max=1 / _HIDDEN_NORM_FLOOR)
+    # the norm hides the part of the gradient that lies along the activation
+    along = (hidden * grad_hidden).sum(-1, keepdim=True)
+    radial = hidden * along
     grad_activated = (grad_hidden - radial) * inverse_norm
     gate = torch.sigmoid(pre)
     inner_error = grad_activated * gate * (1 + pre * (1 - gate))
@@ -209,7 +220,8 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 def clip_norm(x: Tensor) -> Tensor:
     """`x` with norms over its last axis of at most `ERROR_CLIP`."""
-    factor = ERROR_CLIP * torch.rsqrt(_squared_norm(x) + NORM_EPSILON)
+    squared_norm = _squared_norm(x)
+    factor = ERROR_CLIP * torch.rsqrt(squared_norm + NORM_EPSILON)
     return x * factor.clamp(max=1.0)
 
 
@@ -256,25 +268,32 @@ class LayerSpan:
         self.steps = gates.rate * write.scale
         self.changes = write.errors
         if write.erases:
-            reads = gates.from_start_before * (self.inputs @ deviation.mT)
-            right = reads + write.errors + self.inputs @ initial.mT
-            lower = self.inputs @ self.inputs.mT * gates.decay_before * self.steps.unsqueeze(-2)
+            inputs = write.inputs
+            reads_of_deviation = gates.from_start_before * (inputs @ deviation.mT)
+            right = reads_of_deviation + write.errors + inputs @ initial.mT
+            overlaps = inputs @ inputs.mT
+            lower = overlaps * gates.decay_before * self.steps.unsqueeze(-2)
             # unitriangular: the solver does not read the diagonal of ones, so I + L is never formed
             self.changes = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
     def read(self, queries: Tensor) -> Tensor:
         """`W_t x_t` of the last memory for one query per token: [b, 1, C, i] -> [b, 1, C, o]."""
         gates = self.gates
-        reads_of_deviation = gates.from_start * (queries @ _last(self.deviation).mT)
-        reads_before = reads_of_deviation + queries @ _last(self.initial).mT
-        attention = queries @ _last(self.inputs).mT * gates.decay * _last(self.steps).unsqueeze(-2)
+        deviation = _last(self.deviation)
+        initial = _last(self.initial)
+        reads_of_deviation = gates.from_start * (queries @ deviation.mT)
+        reads_before = reads_of_deviation + queries @ initial.mT
+        scores = queries @ _last(self.inputs).mT
+        steps = _last(self.steps).unsqueeze(-2)
+        attention = scores * gates.decay * steps
         return reads_before - attention @ _last(self.changes)
 
     def deviation_after(self) -> Tensor:
         """The deviation after the last token."""
         weights = (self.steps * self.gates.to_end).unsqueeze(-1)
         decayed = self.gates.from_start_to_end * self.deviation
-        return decayed - self.changes.mT @ (weights * self.inputs)
+        written = self.changes.mT @ (weights * self.inputs)
+        return decayed - written
 
 
 def _last(x: Tensor) -> Tensor:

@@ -31,9 +31,11 @@ NORM_EPSILON = 1e-6
 # what the operator of a compiled graph reads of a configuration
 _FIELDS = ("memory_rule", "memory_chunk_size", "conv_kernel_size", "num_memory_heads", "memory_projections")
 
-# The weights of a layer's memories, in the order in which they are applied; the rule defines their form. Under the
-# delta rule: the deviations S of all memories side by side, [b, D, M D].
+# The weights of memories, in the order in which they are applied; the rule defines their form.
 Weights = tuple[Tensor, ...]
+# What a layer's memories have learned from a text: the differences to their initial weights. Under the delta rule one
+# tensor, S of all memories side by side [b, D, M D]; under the paper's one for each layer of a memory [b, N, o, i].
+Deviations = tuple[Tensor, ...]
 
 
 class ScanInputs(NamedTuple):
@@ -64,8 +66,9 @@ class ScanInputs(NamedTuple):
 
     def tokens(self, keys: Tensor, values: Tensor, queries: Tensor, cut: slice) -> "Tokens":
         """The tokens of a span, with its keys, values and queries [b, C, D] and the gates at its slots."""
-        own_values = self.own_values(values, cut)
-        return Tokens(keys, values, own_values, queries, self.rate[:, cut], self.log_retention[:, cut])
+        rate = self.rate[:, cut]
+        log_retention = self.log_retention[:, cut]
+        return Tokens(keys, values, self.own_values(values, cut), queries, rate, log_retention)
 
     def own_values(self, values: Tensor, cut: slice) -> Tensor:
         """The values of a span's tokens [b, C, D], at the size at which their own reads add them."""
@@ -77,9 +80,9 @@ class ScanInputs(NamedTuple):
 class ScanState(NamedTuple):
     """The state of a layer: [b, ...] in a scan, [B, H, ...] between the calls of a mixer."""
 
-    current: Weights
-    # weights at the start of the current chunk; empty if nothing reads them
-    chunk_start: Weights
+    current: Deviations
+    # those at the start of the current chunk; empty if nothing reads them
+    chunk_start: Deviations
     # last inputs of the convolutions of k, v and q, side by side [b, K - 1, 3 D]
     conv_tail: Tensor
 
@@ -154,23 +157,23 @@ class Memories(Protocol):
             rate_factors: factor on the learning rate of each memory.
         """
 
-    def fresh(self) -> Weights:
-        """The weights before the first token."""
+    def fresh(self) -> Deviations:
+        """The deviations before the first token."""
 
-    def project(self, chunk_start: Weights, index: int, x: Tensor) -> Tensor:
+    def project(self, chunk_start: Deviations, index: int, x: Tensor) -> Tensor:
         """Keys or values `x` [b, C, D], transformed by memory `index` at the chunk's start (equation 83)."""
 
-    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Weights]:
-        """Reads [b, C, D] of the content memory, each including its token's own write, and the weights afterwards."""
+    def write_and_read(self, state: ScanState, tokens: Tokens) -> tuple[Tensor, Deviations]:
+        """Reads [b, C, D] of the content memory, each including its token's own write, and the deviations after it."""
 
-    def recall(self, state: Weights, keys: Tensor) -> Tensor:
-        """The content memory of a state, read at unit keys [b, C, D]."""
+    def recall(self, deviations: Deviations, keys: Tensor) -> Tensor:
+        """What the content memory with these deviations returns for unit keys [b, C, D]."""
 
-    def target(self, chunk_start: Weights, values: Tensor) -> Tensor:
+    def target(self, chunk_start: Deviations, values: Tensor) -> Tensor:
         """Targets of the content memory's writes for values [b, C, D]."""
 
-    def content(self, state: Weights) -> Weights:
-        """The weights of a state's content memory."""
+    def content(self, deviations: Deviations) -> Weights:
+        """The weights of the content memory with these deviations."""
 
 
 def fast_scan(rule: str) -> Callable | None:
@@ -180,16 +183,18 @@ def fast_scan(rule: str) -> Callable | None:
 
 def fresh_state(memories: Memories) -> ScanState:
     """The state before the first token."""
-    weights = memories.fresh()
+    fresh = memories.fresh()
     reads_chunk_start = memories.errors_at_chunk_start or memories.projected
+    chunk_start = fresh if reads_chunk_start else ()
     kernel_size, rows, _, width = memories.conv_weights.shape
-    conv_tail = weights[0].new_zeros(rows, kernel_size - 1, width)
-    return ScanState(weights, weights if reads_chunk_start else (), conv_tail)
+    conv_tail = fresh[0].new_zeros(rows, kernel_size - 1, width)
+    return ScanState(fresh, chunk_start, conv_tail)
 
 
 def unit(x: Tensor) -> Tensor:
     """`x` over its norm along the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
+    squared_norm = x.square().sum(-1, keepdim=True)
+    return x * torch.rsqrt(squared_norm + NORM_EPSILON)
 
 
 def decay_matrix(rows: Tensor, columns: Tensor, strict: bool = False) -> Tensor:
@@ -198,16 +203,19 @@ def decay_matrix(rows: Tensor, columns: Tensor, strict: bool = False) -> Tensor:
     The mask comes before the exponential, which overflows above the diagonal: infinity times zero is a NaN gradient.
     """
     size = rows.shape[-1]
-    mask = rows.new_full((size, size), float("-inf")).triu_(0 if strict else 1)
+    first_masked = 0 if strict else 1
+    mask = rows.new_full((size, size), float("-inf"))
+    mask.triu_(first_masked)
     exponents = rows.unsqueeze(-1) - columns.unsqueeze(-2)
     return exponents.add_(mask).exp_()
 
 
-def select_rows(rows: Tensor, chosen: Weights, other: Weights) -> Weights:
+def select_rows(rows: Tensor, chosen: Deviations, other: Deviations) -> Deviations:
     """`chosen` where `rows` [b, 1, 1] is true, `other` elsewhere; tuples of tensors [b, ...]."""
     selected = []
     for where_true, where_false in zip(chosen, other, strict=True):
-        selected.append(torch.where(beside(rows, where_true), where_true, where_false))
+        is_chosen = beside(rows, where_true)
+        selected.append(torch.where(is_chosen, where_true, where_false))
     return tuple(selected)
 
 
@@ -216,7 +224,10 @@ def make_qkv(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values and queries of a span after convolution and SiLU [b, C, D], and the tail for the next span."""
     cut = slice(span.start, span.stop)
-    streams = {"k": inputs.key[:, cut], "v": inputs.value[:, cut], "q": inputs.query[:, cut]}
+    key = inputs.key[:, cut]
+    value = inputs.value[:, cut]
+    query = inputs.query[:, cut]
+    streams = {"k": key, "v": value, "q": query}
     for index, name in enumerate(memories.projected):
         streams[name] = memories.project(state.chunk_start, index, streams[name])
     side_by_side = torch.cat(list(streams.values()), dim=-1)
@@ -229,11 +240,12 @@ def written_values(inputs: ScanInputs, values: Tensor, span: ChunkSpan) -> Tenso
     """The values [b, C, D] that a span writes; the value gate, if there is one, sets their norm."""
     if inputs.value_norm is None:
         return values
-    return unit(values) * inputs.value_norm[:, span.start : span.stop, None]
+    norms = inputs.value_norm[:, span.start : span.stop]
+    return unit(values) * norms.unsqueeze(-1)
 
 
 def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
-    """The state before a span, with fresh weights in rows in which a document begins."""
+    """The state before a span, with fresh memories in rows in which a document begins."""
     fresh = memories.fresh()
     current = select_rows(span.continues, state.current, fresh)
     chunk_start = state.chunk_start
@@ -242,8 +254,8 @@ def restart(memories: Memories, state: ScanState, span: ChunkSpan) -> ScanState:
     return ScanState(current, chunk_start, state.conv_tail)
 
 
-def close_span(state: ScanState, span: ChunkSpan, current: Weights, tail: Tensor) -> ScanState:
-    """The state after a span, from the `state` before it and the weights `current` after it."""
+def close_span(state: ScanState, span: ChunkSpan, current: Deviations, tail: Tensor) -> ScanState:
+    """The state after a span, from the `state` before it and the deviations `current` after it."""
     chunk_start = state.chunk_start
     if chunk_start and not isinstance(span.closes, bool):
         chunk_start = select_rows(span.closes, current, chunk_start)
@@ -258,7 +270,8 @@ def scan_span(inputs: ScanInputs, memories: Memories, state: ScanState, span: Ch
         state = restart(memories, state, span)
     keys, values, queries, tail = make_qkv(inputs, memories, state, span)
     values = written_values(inputs, values, span)
-    tokens = inputs.tokens(unit(keys), values, unit(queries), slice(span.start, span.stop))
+    cut = slice(span.start, span.stop)
+    tokens = inputs.tokens(unit(keys), values, unit(queries), cut)
     reads, current = memories.write_and_read(state, tokens)
     return reads, close_span(state, span, current, tail)
 
@@ -293,8 +306,12 @@ def scan_plain(
     # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
     recomputes = recompute > 0 and torch.is_grad_enabled() and not is_transformed()
     stride = recompute if recomputes else len(spans)
-    groups = [spans[first : first + stride] for first in range(0, len(spans), stride)]
-    sizes = [group[-1].stop - group[0].start for group in groups]
+    groups = []
+    sizes = []
+    for first in range(0, len(spans), stride):
+        group = spans[first : first + stride]
+        groups.append(group)
+        sizes.append(group[-1].stop - group[0].start)
     # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
     inputs_of_groups = inputs.split(sizes)
     reads = []
@@ -355,18 +372,22 @@ def scan_tokens(
     reads, *after = call("memory_scan", tensors, sizes, options)
     if not need_state:
         return reads, None
-    *weights, tail = after
-    current = tuple(weights[: len(initial)])
-    chunk_start = tuple(weights[len(initial) :])
+    *deviations, tail = after
+    number = len(initial)
+    current = tuple(deviations[:number])
+    chunk_start = tuple(deviations[number:])
     return reads, ScanState(current, chunk_start, tail)
 
 
-def _numbered(name: str, tensors: Weights) -> dict[str, Tensor]:
+def _numbered(name: str, tensors: Weights | Deviations) -> dict[str, Tensor]:
     """The tensors of a tuple by name and index."""
-    return {f"{name}{index}": tensor for index, tensor in enumerate(tensors)}
+    numbered = {}
+    for index, tensor in enumerate(tensors):
+        numbered[f"{name}{index}"] = tensor
+    return numbered
 
 
-def _of_name(name: str, tensors: dict[str, Tensor]) -> Weights:
+def _of_name(name: str, tensors: dict[str, Tensor]) -> Weights | Deviations:
     """The tuple that `_numbered` took apart; it has one or two tensors."""
     layers = map(tensors.get, (f"{name}0", f"{name}1"))
     return tuple(layer for layer in layers if layer is not None)
@@ -393,13 +414,11 @@ def _scan_arguments(
 
 def _by_head(plan: SlotPlan, heads: int) -> SlotPlan:
     """The slots of a plan for inputs [b, T, ...], whose rows are repeated for every head."""
-    return SlotPlan(
-        after=None,
-        before=0,
-        valid=plan.valid.repeat_interleave(heads, dim=0),
-        token_of_slot=plan.token_of_slot.repeat_interleave(heads, dim=0),
-        slot_of_token=plan.slot_of_token.repeat_interleave(heads, dim=0),
-    )
+    repeat = partial(torch.repeat_interleave, repeats=heads, dim=0)
+    valid = repeat(plan.valid)
+    token_of_slot = repeat(plan.token_of_slot)
+    slot_of_token = repeat(plan.slot_of_token)
+    return SlotPlan(None, 0, valid, token_of_slot=token_of_slot, slot_of_token=slot_of_token)
 
 
 def _in_slots(inputs: ScanInputs, slots: SlotPlan) -> ScanInputs:
@@ -430,13 +449,15 @@ def _run_operator(
     inputs, memories, state = _scan_arguments(rules, tensors, options)
     rows, length, _ = inputs.query.shape
     heads = options.num_memory_heads
+    shape = rows // heads, length
     make_plan = partial(plan_chunks, options)
-    plan = plan_again(make_plan, tensors, (rows // heads, length), columns, has_past=state is not None)
+    plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
     if plan.valid is not None:
         slots = _by_head(plan, heads)
         inputs = _in_slots(inputs, slots)
-    fast = None if is_plain else fast_scan(options.memory_rule)
-    scan = fast or scan_plain
+    scan = scan_plain
+    if not is_plain:
+        scan = fast_scan(options.memory_rule) or scan_plain
     if state is None:
         state = fresh_state(memories)
     reads, after = scan(inputs, memories, state, plan.spans, bool(need_state), recompute)
@@ -454,7 +475,8 @@ def _operator_shapes(
     _, _, need_state, _ = sizes
     inputs, memories, _ = _scan_arguments(rules, tensors, _read_options(text))
     reads = inputs.query.new_empty(inputs.query.shape)
-    return _results(reads, fresh_state(memories) if need_state else None)
+    state = fresh_state(memories) if need_state else None
+    return _results(reads, state)
 
 
 def register_scan(rules: dict[str, type[Memories]]) -> None:

@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -60,11 +60,11 @@ class HopeBlock(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         state: tuple | None = None,
         deltas: dict[int, dict] | None = None,
         **context,
-    ) -> tuple[torch.Tensor, tuple | None]:
+    ) -> tuple[Tensor, tuple | None]:
         """Hidden states [B, T, hidden_size] of the next block, and the mixer's state.
 
         Args:
@@ -213,7 +213,7 @@ class HopeModel(HopePreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
@@ -258,7 +258,7 @@ class HopeModel(HopePreTrainedModel):
         hidden_states = self._read_blocks(call, hidden_states, range(call.graph_from, len(self.layers)))
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: call.cache})
 
-    def _read_blocks(self, call: Call, hidden_states: torch.Tensor, indices: range) -> torch.Tensor:
+    def _read_blocks(self, call: Call, hidden_states: Tensor, indices: range) -> Tensor:
         """Hidden states [B, T, hidden_size] after some blocks, whose states go back to the layers of the cache."""
         for index, block in islice(enumerate(self.layers), indices.start, indices.stop):
             layer = call.cache_layers[index] if call.cache_layers else None
@@ -321,13 +321,13 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         skip_logits: bool = False,
         learn: bool = False,
         freeze_memories: bool | None = None,

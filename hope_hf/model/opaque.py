@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # by name
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 # every copy of this code has its own operators
 _SPACE = re.sub(r"\W", "_", __name__)
 
@@ -25,9 +26,9 @@ class Opaque(NamedTuple):
     It returns tensors that share no memory with its arguments or one another.
     """
 
-    run: Callable[..., list[torch.Tensor]]
+    run: Callable[..., list[Tensor]]
     # the same arguments; tensors with the shapes and dtypes of the results
-    shapes: Callable[..., list[torch.Tensor]]
+    shapes: Callable[..., list[Tensor]]
 
 
 _FUNCTIONS: dict[str, Opaque] = {}
@@ -40,10 +41,10 @@ def register(name: str, run: Callable, shapes: Callable) -> None:
 
 def call(
     name: str,
-    tensors: dict[str, torch.Tensor | None],
+    tensors: dict[str, Tensor | None],
     sizes: list[int],
     options: str,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The results of the function of that name; tensors that are `None` are left out."""
     names = []
     present = []
@@ -80,12 +81,12 @@ def _autograd(records: bool) -> Iterator[None]:
 
 def _record(
     name: str,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     names: str,
     sizes: Sequence[int],
     options: str,
     needs_gradient: Sequence[bool],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that need a gradient, and the results, with autograd's graph between the two."""
     arguments = {}
     leaves = []
@@ -104,12 +105,12 @@ def _record(
 @torch.library.custom_op(f"{_SPACE}::run", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _run(
     name: str,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     names: str,
     sizes: Sequence[int],
     options: str,
     needs_gradient: Sequence[bool],
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The results, and an empty tensor that carries autograd's graph to the backward pass."""
     leaves, results = _record(name, tensors, names, sizes, options, needs_gradient)
     carrier = tensors[0].new_empty(0)
@@ -133,14 +134,14 @@ def _(name, tensors, names, sizes, options, needs_gradient):
 @torch.library.custom_op(f"{_SPACE}::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _differentiate(
     name: str,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     names: str,
     sizes: Sequence[int],
     options: str,
     needs_gradient: Sequence[bool],
-    carrier: torch.Tensor,
-    gradients: Sequence[torch.Tensor | None],
-) -> list[torch.Tensor]:
+    carrier: Tensor,
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor]:
     """Gradients of the tensors that need one."""
     # A second backward pass, or a backend that made another tensor of the carrier, runs the function again.
     recorded = carrier.__dict__.pop("recorded", None)

@@ -87,9 +87,11 @@ def read_text(
         selects: whether to return the selection.
     """
     slots = _call_slots(inputs, state, blocks, sizes.block)
-    raw, gates = blocks.to_slots(inputs.raw), blocks.to_slots(inputs.gates)
+    raw = blocks.to_slots(inputs.raw)
+    gates = blocks.to_slots(inputs.gates)
     inputs = inputs._replace(raw=raw, gates=gates)
-    query, key, value, tail = _text_qkv(inputs, state, blocks, sizes, is_plain=choose is None)
+    is_plain = choose is None
+    query, key, value, tail = _text_qkv(inputs, state, blocks, sizes, is_plain)
     text = _extended(inputs, key, value, state, slots)
     after = None
     if need_state:
@@ -100,7 +102,8 @@ def read_text(
     output = blocks.to_tokens(output)
     if not selects:
         return output, after, None
-    own_block = (slots.at // sizes.block).expand(len(output), -1)
+    own_block = slots.at // sizes.block
+    own_block = own_block.expand(len(output), -1)
     if blocks.valid is not None:
         own_block = torch.where(blocks.valid, own_block, -1)
     return output, after, Selection(gates, selected, own_block)
@@ -109,40 +112,47 @@ def read_text(
 def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPlan, block: int) -> CallSlots:
     """Where a call's slots lie in the text; documents begin at multiples of `block`."""
     rows, tokens, _ = inputs.raw.shape
+    device = inputs.raw.device
+    valid = blocks.valid
     if state is None:
-        first_before = torch.zeros(rows, dtype=torch.long, device=inputs.raw.device)
+        first_before = torch.zeros(rows, dtype=torch.long, device=device)
         size_before = 0
         overwrites = False
     else:
         first_before = state.first
         size_before = state.slot_keys.shape[2]
-        overwrites = _may_overwrite(state, blocks.after.columns - tokens)
-    if blocks.valid is None:
+        columns_before = blocks.after.columns - tokens
+        overwrites = _may_overwrite(state, columns_before)
+    if valid is None:
         base = blocks.before
     elif state is None:
         base = 0
     else:
         base = _first_slot(first_before, blocks, block)
 
-    length = tokens if blocks.valid is None else blocks.valid.shape[1]
-    steps = torch.arange(length, device=first_before.device)
+    length = tokens if valid is None else valid.shape[1]
+    steps = torch.arange(length, device=device)
     if isinstance(base, int):
         at = (base + steps)[None]
         end = base + length
     else:
         at = base[:, None] + steps
-        # a cache of fixed length has room for all tokens
-        end = size_before if torch.compiler.is_compiling() else int(at.max()) + 1
+        if torch.compiler.is_compiling():
+            # a cache of fixed length has room for all tokens
+            end = size_before
+        else:
+            end = int(at.max()) + 1
     first = None
     first_after = first_before
-    if blocks.valid is not None:
+    if valid is not None:
         first = at - blocks.position
-        last = torch.where(blocks.valid, at, -1).amax(1)
-        first_after = torch.where(last >= 0, last + 1 - blocks.after.seen, first_before)
+        last = torch.where(valid, at, -1).amax(1)
+        first_of_last = last + 1 - blocks.after.seen
+        first_after = torch.where(last >= 0, first_of_last, first_before)
     return CallSlots(
         base=base,
         at=at,
-        valid=blocks.valid,
+        valid=valid,
         first=first,
         first_after=first_after,
         size=max(size_before, _round_up(end, block)),
@@ -156,8 +166,10 @@ def _first_slot(first: Tensor, blocks: SlotPlan, block: int) -> Tensor:
     if blocks.offset is not None:
         return following - blocks.offset
     # a single token
-    begins = blocks.valid[:, 0] & (blocks.position[:, 0] == 0)
-    return torch.where(begins, _round_up(following, block), following)
+    valid = blocks.valid[:, 0]
+    position = blocks.position[:, 0]
+    begins_document = valid & (position == 0)
+    return torch.where(begins_document, _round_up(following, block), following)
 
 
 def _round_up(number, step: int):
@@ -209,7 +221,10 @@ def _read(
     dtype = torch.promote_types(query.dtype, torch.float32)
     query = query.to(dtype)
     text = SparseKeys(*(part.to(dtype) for part in text))
-    gates = gates.to(dtype).transpose(1, 2).unflatten(1, (query.shape[1], -1))
+    # [B, S, heads, 3] to [B, H, G, S, 3]
+    key_heads = query.shape[1]
+    by_head = gates.to(dtype).transpose(1, 2)
+    gates = by_head.unflatten(1, (key_heads, -1))
     # a tracer takes the plain path, which has no loop whose length depends on the selection
     if choose is not None and isinstance(slots.base, int) and query.shape[3] > 1:
         read_fast = choose(query, slots.base)
@@ -250,7 +265,8 @@ def _written(before: Tensor, new: Tensor, slots: CallSlots) -> Tensor:
     text = _with_room(before, slots.size, slots.overwrites)
     new = new.to(before.dtype)
     if isinstance(slots.base, int):
-        text[:, :, slots.base : slots.base + new.shape[2]] = new
+        stop = slots.base + new.shape[2]
+        text[:, :, slots.base : stop] = new
         return text
     index = _index(slots.at, like=new)
     is_token = slots.valid[:, None, :, None]
@@ -275,16 +291,22 @@ def _compressed(before: Tensor, text: Tensor, weight: Tensor, slots: CallSlots) 
     compressed = _with_room(compressed, slots.size // stride, slots.overwrites)
     first = slots.base // stride
     if isinstance(first, int):
-        stop = -(-(slots.base + length) // stride)
+        stop = _strides(slots.base + length, stride)
         changed = text[:, :, first * stride : stop * stride]
         compressed[:, :, first:stop] = compress(changed, weight)
         return compressed
-    number = -(-length // stride)
+    number = _strides(length, stride)
     first = first[:, None]
     strides = first + torch.arange(number, device=text.device)
-    changed = first * stride + torch.arange(number * stride, device=text.device)
-    changed = text.gather(2, _index(changed, like=text))
-    return compressed.scatter_(2, _index(strides, like=text), compress(changed, weight))
+    changed_slots = first * stride + torch.arange(number * stride, device=text.device)
+    changed = text.gather(2, _index(changed_slots, like=text))
+    new = compress(changed, weight)
+    return compressed.scatter_(2, _index(strides, like=text), new)
+
+
+def _strides(slots: int, stride: int) -> int:
+    """Strides that the first `slots` slots touch."""
+    return _round_up(slots, stride) // stride
 
 
 def _with_room(before: Tensor, size: int, overwrites: bool) -> Tensor:
@@ -297,7 +319,9 @@ def _with_room(before: Tensor, size: int, overwrites: bool) -> Tensor:
 
 def _index(slots: Tensor, like: Tensor) -> Tensor:
     """Slots [B, S] as an index into slots like [B, H, R, D]."""
-    return slots[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
+    _, heads, _, width = like.shape
+    index = slots[:, None, :, None]
+    return index.expand(-1, heads, -1, width)
 
 
 def _state_after(
@@ -339,13 +363,15 @@ def read_tokens(
     if state is not None:
         tensors |= state._asdict()
     *whole_sizes, epsilon = sizes
-    numbers = [blocks.columns(), size, int(is_plain), int(need_state), int(selects), *whole_sizes]
+    flags = map(int, (is_plain, need_state, selects))
+    numbers = [blocks.columns(), size, *flags, *whole_sizes]
     output, *results = call("sparse_attention", tensors, numbers, str(epsilon))
     selection = None
     if selects:
         *results, selected, own_block = results
         selection = Selection(inputs.gates, selected, own_block)
-    return output, SparseState(*results) if need_state else None, selection
+    after = SparseState(*results) if need_state else None
+    return output, after, selection
 
 
 def _arguments(
@@ -360,8 +386,10 @@ def _run(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) -> li
     columns, size, is_plain, need_state, selects = numbers[:5]
     inputs, state, sizes = _arguments(tensors, numbers, epsilon)
     plan = partial(plan_slots, sizes.block)
-    blocks = plan_again(plan, tensors, inputs.raw.shape[:2], columns, has_past=state is not None)
-    cos, sin = blocks.to_slots(inputs.cos), blocks.to_slots(inputs.sin)
+    shape = inputs.raw.shape[:2]
+    blocks = plan_again(plan, tensors, shape, columns, has_past=state is not None)
+    cos = blocks.to_slots(inputs.cos)
+    sin = blocks.to_slots(inputs.sin)
     inputs = inputs._replace(cos=cos, sin=sin)
     choose = None if is_plain else _fast_reads
     output, after, selection = read_text(inputs, state, blocks, sizes, choose, need_state, selects)
@@ -379,13 +407,15 @@ def _fast_reads(query: Tensor, base: int) -> Callable | None:
 
 def _last_document(state: SparseState, size: int, block: int) -> SparseState:
     """A copy of the state with `size` slots, in which each row's document begins at slot 0."""
-    first_block = state.first // block
+    first = state.first
+    first_block = first // block
+    blocks = size // block
     return SparseState(
-        slot_keys=_from_first(state.slot_keys, state.first, size),
-        slot_values=_from_first(state.slot_values, state.first, size),
-        compressed_keys=_from_first(state.compressed_keys, first_block, size // block),
-        compressed_values=_from_first(state.compressed_values, first_block, size // block),
-        first=torch.zeros_like(state.first),
+        slot_keys=_from_first(state.slot_keys, first, size),
+        slot_values=_from_first(state.slot_values, first, size),
+        compressed_keys=_from_first(state.compressed_keys, first_block, blocks),
+        compressed_values=_from_first(state.compressed_values, first_block, blocks),
+        first=torch.zeros_like(first),
         conv_tail=state.conv_tail,
     )
 
@@ -424,17 +454,20 @@ def _shapes(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) ->
     if need_state:
         value_dtype = inputs.raw.dtype
         if state is not None:
-            key_dtype, value_dtype = state.slot_keys.dtype, state.slot_values.dtype
-        slots = rows, sizes.key_heads, size, width
+            key_dtype = state.slot_keys.dtype
+            value_dtype = state.slot_values.dtype
         blocks = size // sizes.block
-        strides = rows, sizes.key_heads, blocks, sizes.block // sizes.stride, width
+        strides_of_block = sizes.block // sizes.stride
+        tail_size = len(inputs.conv_weights) - 1
+        slots = rows, sizes.key_heads, size, width
+        strides = rows, sizes.key_heads, blocks, strides_of_block, width
         results += SparseState(
             slot_keys=empty(slots, dtype=key_dtype),
             slot_values=empty(slots, dtype=value_dtype),
             compressed_keys=empty(strides, dtype=key_dtype),
             compressed_values=empty(strides, dtype=value_dtype),
             first=empty(rows, dtype=torch.long),
-            conv_tail=empty(rows, len(inputs.conv_weights) - 1, channels),
+            conv_tail=empty(rows, tail_size, channels),
         )
     if selects:
         results.append(empty(rows, sizes.key_heads, length, sizes.top_k, dtype=torch.long))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -25,7 +25,7 @@ from .opaque import Tensors, call, named_tuple, register
 _BAND = 128
 
 # cosines and sines of positions [B or 1, 1, T, D]
-Angles = tuple[torch.Tensor, torch.Tensor]
+Angles = tuple[Tensor, Tensor]
 
 
 class WindowState(NamedTuple):
@@ -35,8 +35,8 @@ class WindowState(NamedTuple):
     before. After n tokens the first n slots are filled; the other ones are never read.
     """
 
-    ring_keys: torch.Tensor
-    ring_values: torch.Tensor
+    ring_keys: Tensor
+    ring_values: Tensor
 
 
 class Band(NamedTuple):
@@ -45,11 +45,11 @@ class Band(NamedTuple):
     start: int
     stop: int
     # the same for all rows or [B, k]; `None` if no query sees a sink
-    sinks: slice | torch.Tensor | None
+    sinks: slice | Tensor | None
     window_keys: slice
     # added to the scores [1 or B, 1, 1, stop - start, keys], the sinks' first: -inf where a query does not see a key;
     # `None` if all see all
-    bias: torch.Tensor | None
+    bias: Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -61,22 +61,22 @@ class WindowPlan(SlotPlan):
 
     bands: tuple[Band, ...] = ()
     # the single token's slot in the state, of all rows or [B]
-    token_slot: int | torch.Tensor | None = None
+    token_slot: int | Tensor | None = None
     # slots of the state that are the call's first keys [M - S] or [B, M - S]; `None` at a text's start
-    recalled_slots: torch.Tensor | None = None
+    recalled_slots: Tensor | None = None
     # the key that goes into each slot of the state [K + W] or [B, K + W]
-    kept_keys: torch.Tensor | None = None
+    kept_keys: Tensor | None = None
 
 
 class Streams(NamedTuple):
     """What the tokens of a call ask for and offer, after rotation [B, heads, T, D]."""
 
     # scaled
-    queries: torch.Tensor
+    queries: Tensor
     # the same at the positions from which they see sinks; `None` if no query sees one
-    sink_queries: torch.Tensor | None
-    keys: torch.Tensor
-    values: torch.Tensor
+    sink_queries: Tensor | None
+    keys: Tensor
+    values: Tensor
 
 
 def plan_window(
@@ -113,7 +113,7 @@ def plan_window(
 
 def _plan_token(
     plan: WindowPlan,
-    position: torch.Tensor,
+    position: Tensor,
     sinks: int,
     window: int,
     dtype: torch.dtype,
@@ -148,7 +148,7 @@ class _EarlierKeys(NamedTuple):
     sinks: int
     window: int
 
-    def index(self, token: torch.Tensor, first_slot: int | torch.Tensor) -> torch.Tensor:
+    def index(self, token: Tensor, first_slot: int | Tensor) -> Tensor:
         """The key of a token of a document that begins in slot `first_slot`, negative if an earlier call began it."""
         slot = first_slot + token
         is_earlier_sink = (token < self.sinks) & (slot < 0)
@@ -158,7 +158,7 @@ class _EarlierKeys(NamedTuple):
 
 def _plan_text(
     plan: WindowPlan,
-    position: torch.Tensor,
+    position: Tensor,
     sinks: int,
     window: int,
     dtype: torch.dtype,
@@ -200,7 +200,7 @@ def _plan_text(
 
 def _plan_bands(
     plan: WindowPlan,
-    position: torch.Tensor,
+    position: Tensor,
     sinks: int,
     window: int,
     dtype: torch.dtype,
@@ -250,12 +250,12 @@ def _plan_bands(
 
 
 def _hidden_keys(
-    position: torch.Tensor,
+    position: Tensor,
     start: int,
     first: int,
     window: int,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
+    sink: Tensor | None,
+) -> Tensor:
     """Whether the queries of a band do not see its keys [B or 1, q, keys], the sinks' first.
 
     Args:
@@ -275,15 +275,15 @@ def _hidden_keys(
     return torch.cat([is_in_window, hidden], dim=2)
 
 
-def _state_slot(token: int | torch.Tensor, sinks: int, window: int) -> int | torch.Tensor:
+def _state_slot(token: int | Tensor, sinks: int, window: int) -> int | Tensor:
     """The state's slot of a document's token or tokens."""
     ring = sinks + (token - sinks) % window
-    if isinstance(token, torch.Tensor):
+    if isinstance(token, Tensor):
         return torch.where(token < sinks, token, ring)
     return token if token < sinks else ring
 
 
-def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """`Band.bias` from whether a query does not see a key [1 or B, queries, keys]."""
     bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     bias = bias.masked_fill(hidden, -torch.inf)
@@ -293,7 +293,7 @@ def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def window_positions(
     config: PreTrainedConfig,
     rotary: nn.Module,
-    hidden_states: torch.Tensor,
+    hidden_states: Tensor,
     plan: WindowPlan | TokenPlan,
 ) -> tuple[Angles, Angles | None]:
     """Angles of the tokens' positions in their documents, and of queries that read sinks (`None` if none does)."""
@@ -309,18 +309,18 @@ def window_positions(
     return angles, _angles(rotary, hidden_states, capped)
 
 
-def _angles(rotary: nn.Module, hidden_states: torch.Tensor, position: torch.Tensor) -> Angles:
+def _angles(rotary: nn.Module, hidden_states: Tensor, position: Tensor) -> Angles:
     cosines, sines = rotary(hidden_states, position_ids=position)
     return cosines.unsqueeze(1), sines.unsqueeze(1)
 
 
-def _rotate(x: torch.Tensor, turned: torch.Tensor, angles: Angles) -> torch.Tensor:
+def _rotate(x: Tensor, turned: Tensor, angles: Angles) -> Tensor:
     """Heads [B, H, T, D], of which `turned` is `rotate_half`, at the positions with these angles."""
     cosines, sines = angles
     return torch.addcmul(x * cosines, turned, sines)
 
 
-def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+def _take(x: Tensor, index: slice | Tensor) -> Tensor:
     """[B, H, M, D] at a slice or the indices [M] of all rows, or [B, M] of each."""
     if isinstance(index, slice):
         return x[:, :, index]
@@ -330,7 +330,7 @@ def _take(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
     return x.gather(2, index)
 
 
-def _to_slots(plan: WindowPlan, x: torch.Tensor | None) -> torch.Tensor | None:
+def _to_slots(plan: WindowPlan, x: Tensor | None) -> Tensor | None:
     """[B, heads, T, D] -> [B, heads, S, D]."""
     if x is None:
         return None
@@ -338,7 +338,7 @@ def _to_slots(plan: WindowPlan, x: torch.Tensor | None) -> torch.Tensor | None:
     return plan.to_slots(by_token).transpose(1, 2)
 
 
-def _with_token(ring: torch.Tensor, new: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
+def _with_token(ring: Tensor, new: Tensor, plan: WindowPlan) -> Tensor:
     """A copy of a state's tensor [B, H, K + W, D] with a token [B, H, 1, D] in its slot."""
     slot = plan.token_slot
     if isinstance(slot, int):
@@ -356,7 +356,7 @@ def read_window(
     plan: WindowPlan,
     need_state: bool,
     dropout: float,
-) -> tuple[torch.Tensor, WindowState | None]:
+) -> tuple[Tensor, WindowState | None]:
     """What the tokens of a call read [B, heads, T, D], and the state after the call if it is needed.
 
     Args:
@@ -400,11 +400,11 @@ def read_window(
 
 def _read_band(
     streams: Streams,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     band: Band,
     dropout: float,
-) -> torch.Tensor:
+) -> Tensor:
     """What a band's queries read [B, heads, q, D] from keys and values [B, H, M, D]."""
     rows, key_heads, _, width = keys.shape
     asking = slice(band.start, band.stop)
@@ -426,7 +426,7 @@ def _read_band(
     return reads.view(rows, -1, number, width)
 
 
-def _read_values(weights: torch.Tensor, values: torch.Tensor, band: Band) -> torch.Tensor:
+def _read_values(weights: Tensor, values: Tensor, band: Band) -> Tensor:
     """Sums [B H, heads / H q, D] of values [B, H, M, D] by the weights of a band [B H, heads / H q, k]."""
     window_keys = band.window_keys
     sink_values = None
@@ -444,7 +444,7 @@ def _read_values(weights: torch.Tensor, values: torch.Tensor, band: Band) -> tor
     return sink_reads + window_reads
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
     """Products [B H, heads / H q, k] of queries [B, heads, q, D] with their keys [B, H, k, D].
 
     The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
@@ -458,7 +458,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.bmm(queries, keys.transpose(1, 2))
 
 
-def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[torch.Tensor]:
+def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
     """`read_window` as one operator of a compiled graph (`opaque`)."""
     columns, need_state, sinks, window = sizes
     queries = tensors["queries"]
@@ -482,7 +482,7 @@ def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[torch.Tensor]
     return [reads, *(after or ())]
 
 
-def _shapes(tensors: Tensors, sizes: list[int], _) -> list[torch.Tensor]:
+def _shapes(tensors: Tensors, sizes: list[int], _) -> list[Tensor]:
     _, need_state, sinks, window = sizes
     values = tensors["values"]
     reads = values.new_empty(tensors["queries"].shape)
@@ -511,14 +511,14 @@ class HopeWindowAttention(HopeAttention):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         state: WindowState | None = None,
         *,
         window: WindowPlan | TokenPlan,
         window_positions: tuple[Angles, Angles | None],
         need_state: bool = False,
         **_,
-    ) -> tuple[torch.Tensor, WindowState | None, None]:
+    ) -> tuple[Tensor, WindowState | None, None]:
         """[B, T, hidden_size]; the state after the call; no weights.
 
         Args:
@@ -537,7 +537,7 @@ class HopeWindowAttention(HopeAttention):
         by_token = reads.transpose(1, 2)
         return self.o_proj(by_token.flatten(2)), state, None
 
-    def _streams(self, hidden_states: torch.Tensor, angles: Angles, sink_angles: Angles | None) -> Streams:
+    def _streams(self, hidden_states: Tensor, angles: Angles, sink_angles: Angles | None) -> Streams:
         """The call's queries, keys and values at their positions."""
         queries, keys, values = self.project(hidden_states)
         # autocast multiplies in the dtype of the maps' outputs, and rotates in float32
@@ -558,7 +558,7 @@ class HopeWindowAttention(HopeAttention):
         plan: TokenPlan,
         need_state: bool,
         dropout: float,
-    ) -> tuple[torch.Tensor, WindowState | None]:
+    ) -> tuple[Tensor, WindowState | None]:
         """`read_window` as one operator of a compiled graph."""
         tensors = streams._asdict() | plan.tensors()
         if state is not None:
