@@ -6,15 +6,16 @@ Axes: b row, C slot of a span, X channel, K kernel size.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..model.chunks import ChunkSpan
 
 
 def convolve_padded(
-    padded: Sequence[torch.Tensor],
-    conv_weights: Sequence[Sequence[torch.Tensor]],
+    padded: Sequence[Tensor],
+    conv_weights: Sequence[Sequence[Tensor]],
     span: ChunkSpan,
-    out: Sequence[torch.Tensor],
+    out: Sequence[Tensor],
 ) -> None:
     """The convolution of `convolve`, of streams with their tails in front [b, K - 1 + C, X], into `out` [b, C, X]."""
     for inputs, weights, mixed in zip(padded, conv_weights, out, strict=True):
@@ -30,13 +31,13 @@ def convolve_padded(
 
 
 def convolution_gradients(
-    grad_mixed: torch.Tensor,
-    grad_tail: torch.Tensor | None,
-    padded: torch.Tensor,
-    conv_weights: Sequence[torch.Tensor],
-    grad_conv_weights: Sequence[torch.Tensor],
+    grad_mixed: Tensor,
+    grad_tail: Tensor | None,
+    padded: Tensor,
+    conv_weights: Sequence[Tensor],
+    grad_conv_weights: Sequence[Tensor],
     span: ChunkSpan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of the span's inputs [b, C, X] and of the tail before it [b, K - 1, X].
 
     Args:
@@ -74,8 +75,8 @@ def convolution_gradients(
 
 
 def _add_tail_after(
-    grad_padded: torch.Tensor,
-    grad_tail: torch.Tensor,
+    grad_padded: Tensor,
+    grad_tail: Tensor,
     span: ChunkSpan,
 ) -> None:
     """Add the gradient of `layers.tail_after` [b, K - 1, X] to that of the padded inputs [b, K - 1 + C, X]."""

@@ -89,10 +89,11 @@ def _forward_span(
     if len(shape.groups) > 1:
         lower = torch.cat([rho * lower for _, rho in shape.groups])
     solved = unit_lower_inverse(lower)
-    reads_before = _reads_of_state(tokens, state.current, weights.initial, shape)
-    right = _right_side(tokens, values, reads_before[:, 0], state.current, shape)
+    current = state.current
+    reads_of_keys, reads_of_queries = _reads_of_state(tokens, current, weights.initial, shape).unbind(1)
+    right = _right_side(tokens, values, reads_of_keys, current, shape)
     errors = solve(solved, right, shape)
-    read = torch.baddbmm(reads_before[:, 1], attention, errors[..., shape.content])
+    read = torch.baddbmm(reads_of_queries, attention, errors[..., shape.content])
     torch.addcmul(read, weights.value_share, inputs.own_values(values, cut), out=reads)
     if not saves_all:
         mixed = scales = attention = None
@@ -104,19 +105,22 @@ def _state_after(state: State, span: ChunkSpan, tokens: Tokens, errors: Tensor, 
     """The state after a span, from that before it; `padded` holds its streams with the tail in front."""
     decayed = tokens.from_start[:, -1:] * state.current
     # `written` is not read again
-    after = decayed.baddbmm_(tokens.written.mul_(tokens.to_end).mT, errors)
+    written = tokens.written.mul_(tokens.to_end)
+    after = decayed.baddbmm_(written.mT, errors)
     chunk_start = state.chunk_start
     if not isinstance(span.closes, bool):
         chunk_start = torch.where(span.closes, after, chunk_start)
     elif span.closes:
         # one tensor for both, as `_Scan` checks by identity
         chunk_start = after
+    size = span.stop - span.start
     tails = []
     for stream in padded:
         if span.tail_out is None:
-            tails.append(stream[:, span.stop - span.start :])
+            tails.append(stream[:, size:])
         else:
-            tails.append(stream.gather(1, span.tail_out.expand(-1, -1, stream.shape[-1])))
+            index = span.tail_out.expand(-1, -1, stream.shape[-1])
+            tails.append(stream.gather(1, index))
     return State(after, chunk_start, torch.cat(tails, dim=-1))
 
 
@@ -134,7 +138,8 @@ def _right_side(tokens: Tokens, values: Tensor, reads_of_keys: Tensor, current: 
     right = reads_of_keys - values
     if not shape.projected:
         return right
-    others = torch.bmm(tokens.keys, current[..., shape.others]).mul_(tokens.from_start)
+    others = torch.bmm(tokens.keys, current[..., shape.others])
+    others.mul_(tokens.from_start)
     # their initial weights are the identity
     targets = (tokens.keys - values).unsqueeze(2)
     others.unflatten(-1, (-1, shape.width)).add_(targets)
@@ -165,7 +170,9 @@ class _Scan(torch.autograd.Function):
             if saves:
                 to_save.extend(saved)
         if saves:
-            ctx.spans, ctx.shape, ctx.shared = spans, shape, shared
+            ctx.spans = spans
+            ctx.shape = shape
+            ctx.shared = shared
             ctx.save_for_backward(*tensors, state.current if need_state else None, *to_save)
             ctx.set_materialize_grads(False)
         if not need_state:
@@ -246,22 +253,13 @@ def scan_fused(
     (current,), chunk_start, tail = state
     # where nothing reads the chunk's start, the current weights take its place
     start = chunk_start[0] if chunk_start else current
-    reads, current, start, tail = _Scan.apply(
-        spans,
-        memories.projected,
-        memories.rate_factors,
-        need_state,
-        recompute,
-        # `needs_input_grad` is true for leaves even under `no_grad`
-        torch.is_grad_enabled(),
-        *inputs,
-        memories.conv_weights,
-        memories.initial,
-        memories.value_share,
-        current,
-        start,
-        tail,
-    )
+    # `needs_input_grad` is true for leaves even under `no_grad`
+    has_backward = torch.is_grad_enabled()
+    options = spans, memories.projected, memories.rate_factors, need_state, recompute, has_backward
+    weights = Weights(memories.conv_weights, memories.initial, memories.value_share)
+    state = State(current, start, tail)
+    reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, *state)
     if not need_state:
         return reads, None
-    return reads, ScanState((current,), (start,) if chunk_start else (), tail)
+    chunk_start = (start,) if chunk_start else ()
+    return reads, ScanState((current,), chunk_start, tail)

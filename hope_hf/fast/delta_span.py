@@ -73,9 +73,12 @@ class Shape(NamedTuple):
         """`projected` and `factors` as in `DeltaMemories`."""
         projecting = {}
         for index, name in enumerate(projected):
-            projecting["kv".index(name)] = slice(index * width, (index + 1) * width)
+            stream = "kv".index(name)
+            first = index * width
+            projecting[stream] = slice(first, first + width)
         start = len(projected) * width
-        others, content = slice(0, start), slice(start, start + width)
+        others = slice(0, start)
+        content = slice(start, start + width)
         # the memories that project have one rho
         if factors[0] == factors[-1]:
             groups = [(slice(0, content.stop), factors[0])]
@@ -97,7 +100,8 @@ def padded_streams(inputs: ScanInputs, state: State | Saved, span: ChunkSpan, sh
             continue
         raw = stream[:, span.start : span.stop]
         if columns is not None:
-            raw = raw + torch.bmm(raw, state.chunk_start[..., columns])
+            of_memory = state.chunk_start[..., columns]
+            raw = raw + torch.bmm(raw, of_memory)
         streams.append(with_tail(raw, tail, span))
     return streams
 
@@ -122,26 +126,22 @@ class Tokens(NamedTuple):
     def of(cls, inputs: ScanInputs, span: ChunkSpan, active: list[Tensor], scales: Tensor) -> "Tokens":
         """`active`: k, v and q after SiLU, of which v is changed; `scales` of each, as in `Saved`."""
         cut = slice(span.start, span.stop)
-        values = active[1]
-        both = values.new_empty(len(values), 2, *values.shape[1:])
+        active_keys, values, active_queries = active
+        scale_of_keys, scale_of_values, scale_of_queries = scales.unbind()
+        rows, size, width = values.shape
+        both = values.new_empty(rows, 2, size, width)
         keys, queries = both.unbind(1)
-        torch.mul(active[0], scales[0], out=keys)
-        torch.mul(active[2], scales[2], out=queries)
+        torch.mul(active_keys, scale_of_keys, out=keys)
+        torch.mul(active_queries, scale_of_queries, out=queries)
         if inputs.value_norm is not None:
-            values.mul_(scales[1])
+            values.mul_(scale_of_values)
+        rate = inputs.rate[:, cut, None]
         total = inputs.log_retention[:, cut, None].cumsum(1)
         # The exponential of minus infinity is slow: the mask comes after it, and nothing takes a gradient of it.
         decay = (total - total.mT).exp_().tril_()
-        return cls(
-            both,
-            keys,
-            queries,
-            values,
-            written=-inputs.rate[:, cut, None] * keys,
-            from_start=total.exp(),
-            to_end=(total[:, -1:] - total).exp_(),
-            decay=decay,
-        )
+        from_start = total.exp()
+        to_end = (total[:, -1:] - total).exp_()
+        return cls(both, keys, queries, values, -rate * keys, from_start, to_end, decay)
 
     @property
     def rows(self) -> Tensor:
@@ -163,10 +163,11 @@ def solve(solved: Tensor, x: Tensor, shape: Shape, transposed: bool = False) -> 
 
 def mixed_streams(padded: list[Tensor], weights: Weights, span: ChunkSpan) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`mixed` and `scales` of `Saved`, and k, v and q after SiLU, from the results of `padded_streams`."""
-    rows, _, width = padded[0].shape
-    shape = 3, rows, span.stop - span.start
-    mixed = padded[0].new_empty(*shape, width)
-    scales = padded[0].new_empty(*shape, 1)
+    of_keys = padded[0]
+    rows, _, width = of_keys.shape
+    size = span.stop - span.start
+    mixed = of_keys.new_empty(3, rows, size, width)
+    scales = of_keys.new_empty(3, rows, size, 1)
     streams = mixed.unbind()
     convolve_padded(padded, weights.conv_weights, span, streams)
     active = [F.silu(part) for part in streams]
@@ -204,7 +205,8 @@ class SpanBackward:
         if saved.mixed is None:
             self.mixed, self.scales, active = mixed_streams(self.padded, weights, span)
         else:
-            self.mixed, self.scales = saved.mixed, saved.scales
+            self.mixed = saved.mixed
+            self.scales = saved.scales
             active = [F.silu(part) for part in saved.mixed]
         self.tokens = Tokens.of(inputs, span, active, self.scales)
 
@@ -255,7 +257,8 @@ class SpanBackward:
 
     def reads_backward(self, grad_reads: Tensor, grad_after: Tensor | None) -> None:
         """Through the reads of what the span writes, and the state after it: errors, written keys, S."""
-        tokens, saved = self.tokens, self.saved
+        tokens = self.tokens
+        saved = self.saved
         attention = saved.attention
         if attention is None:
             attention = torch.bmm(tokens.queries, tokens.written.mT).mul_(tokens.decay)
@@ -266,66 +269,90 @@ class SpanBackward:
             self.grad_written = torch.zeros_like(tokens.keys)
             self.grad_current = torch.zeros_like(saved.current)
         else:
-            grad_errors.baddbmm_(tokens.to_end * tokens.written, grad_after)
+            written_at_end = tokens.to_end * tokens.written
+            grad_errors.baddbmm_(written_at_end, grad_after)
             self.grad_written = torch.bmm(saved.errors, grad_after.mT).mul_(tokens.to_end)
-            self.grad_current = tokens.from_start[:, -1:] * grad_after
+            decay_of_span = tokens.from_start[:, -1:]
+            self.grad_current = decay_of_span * grad_after
         self.grad_errors = grad_errors
 
     def solve_backward(self, grad_reads: Tensor) -> None:
         """Through the solve and the products of keys and queries: both, written keys, S."""
-        tokens, saved, content, others = self.tokens, self.saved, self.shape.content, self.shape.others
+        tokens = self.tokens
+        errors = self.saved.errors
+        current = self.saved.current
+        content = self.shape.content
+        others = self.shape.others
         rows = tokens.rows
-        self.grad_right = solve(saved.solved, self.grad_errors, self.shape, transposed=True)
+        grad_right = solve(self.saved.solved, self.grad_errors, self.shape, transposed=True)
         # of what the content memory returns for keys and queries [b, 2 C, D]
-        self.grad_returned = torch.cat([self.grad_right[..., content], grad_reads], dim=1)
-        decayed = (tokens.from_start.unsqueeze(1) * self.grad_returned.view_as(tokens.both)).view_as(rows)
-        products = torch.bmm(self.grad_returned, saved.errors[..., content].mT)
+        grad_returned = torch.cat([grad_right[..., content], grad_reads], dim=1)
+        from_start = tokens.from_start.unsqueeze(1)
+        decayed = from_start * grad_returned.view_as(tokens.both)
+        decayed = decayed.view_as(rows)
+        products = torch.bmm(grad_returned, errors[..., content].mT)
+        # of keys, and of queries [b, 2, C, C]
         products = products.unflatten(1, (2, -1))
-        self.grad_both = torch.bmm(decayed, saved.current[..., content].mT).view_as(tokens.both)
+        products_of_keys = products[:, 0]
+        grad_both = torch.bmm(decayed, current[..., content].mT)
+        grad_both = grad_both.view_as(tokens.both)
         if self.shape.projected:
             # these memories are read at keys alone
-            grad_others = self.grad_right[..., others]
-            products[:, 0] += torch.bmm(grad_others, saved.errors[..., others].mT)
+            grad_others = grad_right[..., others]
+            products_of_keys += torch.bmm(grad_others, errors[..., others].mT)
             decayed_others = tokens.from_start * grad_others
-            self.grad_both[:, 0] += torch.bmm(decayed_others, saved.current[..., others].mT)
+            grad_both[:, 0] += torch.bmm(decayed_others, current[..., others].mT)
             self.grad_current[..., content] += torch.bmm(rows.mT, decayed)
             self.grad_current[..., others] += torch.bmm(tokens.keys.mT, decayed_others)
         else:
             self.grad_current.baddbmm_(rows.mT, decayed)
         products.mul_(tokens.decay.unsqueeze(1))
-        products[:, 0].diagonal(dim1=1, dim2=2).zero_()
+        # a token's error does not depend on its own write
+        products_of_keys.diagonal(dim1=1, dim2=2).zero_()
         products = products.flatten(1, 2)
         self.grad_written.baddbmm_(products.mT, rows)
-        self.grad_both.view_as(rows).baddbmm_(products, tokens.written)
+        grad_both.view_as(rows).baddbmm_(products, tokens.written)
+        self.grad_right = grad_right
+        self.grad_returned = grad_returned
+        self.grad_both = grad_both
 
     def keys_backward(self, grad_after: Tensor | None, current_after: Tensor | None) -> None:
         """Through rates, retentions and the initial memory, to unit keys and queries.
 
         Where e^(g_t) scales a vector, the gradient of g_t is the vector's product with its own.
         """
-        tokens, cut, grad_both = self.tokens, self.cut, self.grad_both
+        tokens = self.tokens
+        cut = self.cut
+        grad_both = self.grad_both
         rate = self.inputs.rate[:, cut]
-        grad_rate = (self.grad_written * tokens.keys).sum(-1).neg_()
-        grad_total = (grad_both * tokens.both).sum((1, 3)).addcmul_(grad_rate, rate, value=-1)
+        grad_rate = (self.grad_written * tokens.keys).sum(-1)
+        grad_rate.neg_()
+        grad_total = (grad_both * tokens.both).sum((1, 3))
+        grad_total.addcmul_(grad_rate, rate, value=-1)
         if grad_after is not None:
-            grad_total[:, -1].add_((grad_after * current_after).sum((1, 2)))
+            grad_of_last = (grad_after * current_after).sum((1, 2))
+            grad_total[:, -1].add_(grad_of_last)
         self.grad_inputs.rate[:, cut] = grad_rate
         self.grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)
         rows = tokens.rows
-        grad_both.view_as(rows).baddbmm_(self.grad_returned, self.weights.initial.mT)
+        initial = self.weights.initial
+        grad_both.view_as(rows).baddbmm_(self.grad_returned, initial.mT)
         grad_both[:, 0].addcmul_(rate.unsqueeze(-1), self.grad_written, value=-1)
         self.grad_weights.initial.baddbmm_(rows.mT, self.grad_returned)
 
     def values_backward(self, grad_reads: Tensor) -> None:
         """Through the errors, the share of the value in a read, and the gates of values, to values of unit norm."""
-        inputs, cut, values = self.inputs, self.cut, self.tokens.values
+        inputs = self.inputs
+        cut = self.cut
+        values = self.tokens.values
         value_share = self.weights.value_share
         grad_values = inputs.own_values(value_share * grad_reads, cut)
         grad_values.sub_(self.grad_right[..., self.shape.content])
         if self.shape.projected:
             # each of these memories takes k - v
             grad_others = self.grad_right[..., self.shape.others]
-            grad_targets = grad_others.unflatten(-1, (-1, self.shape.width)).sum(2)
+            by_memory = grad_others.unflatten(-1, (-1, self.shape.width))
+            grad_targets = by_memory.sum(2)
             self.grad_both[:, 0] += grad_targets
             grad_values -= grad_targets
         # of each token's share of its value
@@ -342,7 +369,8 @@ class SpanBackward:
         if inputs.erased is not None:
             self.grad_inputs.erased[:, cut] = value_share.squeeze(-1) * grad_share
             grad_share.mul_(inputs.erased[:, cut])
-        self.grad_weights.value_share.add_(grad_share.sum(-1)[:, None, None])
+        grad_share = grad_share.sum(-1)
+        self.grad_weights.value_share.add_(grad_share[:, None, None])
         self.grad_values = grad_values
 
     def stream_backward(self, grad_start: Tensor | None, grad_tail: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.utils import is_tracing
 
@@ -72,7 +73,7 @@ class _GatedNorm(torch.autograd.Function):
         return grad_x, grad_weight, grad_gate, None
 
 
-def _token_blocks(x: torch.Tensor) -> Iterator[slice]:
+def _token_blocks(x: Tensor) -> Iterator[slice]:
     """Successive tokens of `x` [B, T, ...], about 64K numbers together."""
     length = x.shape[1]
     # an operator on fake tensors takes as long for a block as for all tokens
@@ -85,11 +86,11 @@ def _token_blocks(x: torch.Tensor) -> Iterator[slice]:
 
 
 def gated_norm_in_blocks(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     epsilon: float,
-    gate: torch.Tensor | None,
-) -> torch.Tensor | None:
+    gate: Tensor | None,
+) -> Tensor | None:
     """`layers.gated_norm` for training on a CPU, whose gradients have no gradients; `None` where that computes it.
 
     Args:

@@ -54,7 +54,9 @@ def _is_plain(part: nn.Module) -> bool:
     (shards, quantised weights) or none (parametrizations) are not weights to multiply with.
     """
     kind = type(part)
-    if kind is not nn.Linear and not (kind.__name__ in _PLAIN and _is_of_class(part, kind.__name__)):
+    name = kind.__name__
+    is_known = kind is nn.Linear or (name in _PLAIN and _is_of_class(part, name))
+    if not is_known:
         return False
     if part._forward_hooks or part._forward_pre_hooks:
         return False
@@ -136,20 +138,29 @@ def step_token(
     for index, name in enumerate(memories.projected):
         first = "kvq".index(name) * width
         stream = raw[..., first : first + width]
-        stream += torch.bmm(stream, chunk_start[0][..., index * width : (index + 1) * width])
+        first = index * width
+        of_memory = chunk_start[0][..., first : first + width]
+        stream += torch.bmm(stream, of_memory)
     padded = torch.cat([tail, raw], dim=1)
-    qkv = F.silu(_convolved(padded, raw, memories.conv_weights, span)).view(rows, 3, width)
-    units = over_norm(qkv, least)
+    mixed = _convolved(padded, raw, memories.conv_weights, span)
+    # keys, values and queries
+    active = F.silu(mixed).view(rows, 3, width)
+    units = over_norm(active, least)
     key, value, query = units.chunk(3, dim=1)
-    value = qkv[:, 1:2] if gates.value_norm is None else value * gates.value_norm
+    if gates.value_norm is None:
+        value = active[:, 1:2]
+    else:
+        value = value * gates.value_norm
     # k W_0 and q W_0
     initial_reads = torch.bmm(units, memories.initial)
     decayed = current * gates.retention
     errors = _errors(key, value, decayed, initial_reads[:, :1], memories)
     current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
-    reads = torch.baddbmm(initial_reads[:, 2:], query, current[..., -width:])
+    content = current[..., -width:]
+    reads = torch.baddbmm(initial_reads[:, 2:], query, content)
     reads.addcmul_(gates.own_share, value)
-    return reads, close_span(state, span, (current,), tail_after(padded, tail, span))
+    tail = tail_after(padded, tail, span)
+    return reads, close_span(state, span, (current,), tail)
 
 
 def _convolved(padded: Tensor, raw: Tensor, conv_weights: Tensor, span: ChunkSpan) -> Tensor:
@@ -158,7 +169,8 @@ def _convolved(padded: Tensor, raw: Tensor, conv_weights: Tensor, span: ChunkSpa
         inside = span.inside.squeeze(-1).transpose(0, 1)
         # the token itself always belongs to its document
         padded = torch.cat([padded[:, :-1] * inside, raw], dim=1)
-    return (padded * conv_weights.squeeze(2).transpose(0, 1)).sum(1)
+    weights = conv_weights.squeeze(2).transpose(0, 1)
+    return (padded * weights).sum(1)
 
 
 def _errors(key: Tensor, value: Tensor, decayed: Tensor, initial_read: Tensor, memories: DeltaMemories) -> Tensor:
@@ -172,12 +184,16 @@ def _errors(key: Tensor, value: Tensor, decayed: Tensor, initial_read: Tensor, m
     """
     width = key.shape[-1]
     factors = memories.rate_factors
-    targets = value.repeat(1, 1, len(factors)) if memories.projected else value
+    targets = value
+    if memories.projected:
+        targets = value.repeat(1, 1, len(factors))
     errors = torch.baddbmm(targets, key, decayed, alpha=-1)
     errors[..., -width:].sub_(initial_read)
     # the memories that project begin at the identity
     for index, factor in enumerate(factors[:-1]):
-        errors[..., index * width : (index + 1) * width].sub_(key).mul_(factor)
+        first = index * width
+        of_memory = errors[..., first : first + width]
+        of_memory.sub_(key).mul_(factor)
     return errors
 
 
@@ -196,22 +212,22 @@ class _GateWeights(NamedTuple):
     @classmethod
     def of(cls, gates: nn.Module, most: float, dtype: torch.dtype) -> "_GateWeights":
         """The weights of `MemoryGates`, whose largest learning rate is `most`."""
-        rows = [_gate_row(gates.learning_rate_bias, dtype, scale=most), _gate_row(gates.dt_bias, dtype, sign=-1)]
+        rows = [_gate_row(gates.learning_rate_bias, dtype, scale=most)]
+        rows.append(_gate_row(gates.dt_bias, dtype, sign=-1))
         if gates.value_bias is not None:
             rows.append(_gate_row(gates.value_bias, dtype, scale=2))
         if gates.erase_bias is not None:
             rows.append(_gate_row(gates.erase_bias, dtype, scale=1 - LEAST_ERASED, lowest=LEAST_ERASED))
         sign, bias, scale, lowest = torch.cat(rows, dim=1).unbind()
-        power = gates.A_log.to(dtype).exp().view(-1, 1, 1)
-        return cls(sign, bias, scale, lowest, power)
+        decay_rate = gates.A_log.to(dtype).exp()
+        return cls(sign, bias, scale, lowest, power=decay_rate.view(-1, 1, 1))
 
 
 def _gate_row(bias: Tensor, dtype: torch.dtype, sign: float = 1, scale: float = 1, lowest: float = 0) -> Tensor:
     """`sign`, `sign bias`, `scale` and `lowest` of a gate with `bias` [H], as in `_GateWeights`; [4, H]."""
     bias = bias.to(dtype)
-    rows = [torch.full_like(bias, number) for number in (sign, scale, lowest)]
-    rows.insert(1, sign * bias)
-    return torch.stack(rows)
+    ones = torch.ones_like(bias)
+    return torch.stack([sign * ones, sign * bias, scale * ones, lowest * ones])
 
 
 class _TokenMemory(NamedTuple):
@@ -235,7 +251,8 @@ class _TokenMemory(NamedTuple):
     @classmethod
     def of(cls, block: nn.Module, low: torch.dtype) -> "_TokenMemory | None":
         """The mixer of a block and the norm before it, if only linear maps do more; `low` is the inputs' dtype."""
-        norm, mixer = block.input_layernorm, block.mixer
+        norm = block.input_layernorm
+        mixer = block.mixer
         if not _is_of_class(mixer, "SelfModifyingTitans") or mixer.config.memory_rule != "delta":
             return None
         convolutions = mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d
@@ -246,32 +263,31 @@ class _TokenMemory(NamedTuple):
         (initial,) = mixer.initial_memory(dtype)
         heads, width, _ = initial.shape
         # [3 H D, 1, K] to [H, K, 3 D], and views of that
-        conv_weights = torch.cat([part.weight.to(dtype) for part in convolutions]).view(3, heads, width, -1)
-        conv_weights = conv_weights.permute(1, 3, 0, 2).reshape(heads, -1, 3 * width)
-        memories = DeltaMemories(
-            conv_weights.transpose(0, 1).unsqueeze(2),
-            mixer.projected,
-            initial,
-            value_share=mixer.value_share(dtype).view(heads, 1, 1),
-            rate_factors=mixer.rate_factors,
-        )
+        conv_weights = torch.cat([part.weight.to(dtype) for part in convolutions])
+        conv_weights = conv_weights.view(3, heads, width, -1).permute(1, 3, 0, 2)
+        conv_weights = conv_weights.reshape(heads, -1, 3 * width)
+        conv_weights = conv_weights.transpose(0, 1).unsqueeze(2)
+        value_share = mixer.value_share(dtype).view(heads, 1, 1)
+        memories = DeltaMemories(conv_weights, mixer.projected, initial, value_share, mixer.rate_factors)
         linear = mixer.gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj
+        largest_rate = float(mixer.config.memory_learning_rate_max)
         return cls(
             norm=_norm_of(norm, low),
             norm_of_reads=_norm_of(mixer.o_norm, dtype),
             maps=tuple(map(_map_of, linear)),
             residual=_residual_of(mixer.o_proj),
             memories=memories,
-            gates=_GateWeights.of(mixer.gates, float(mixer.config.memory_learning_rate_max), dtype),
+            gates=_GateWeights.of(mixer.gates, largest_rate, dtype),
             least=initial.new_tensor(NORM_EPSILON**0.5),
         )
 
     def of_rows(self, rows: int) -> "_TokenMemory":
         """The same for several rows."""
-        memories = self.memories._replace(
-            conv_weights=self.memories.conv_weights.repeat(1, rows, 1, 1),
-            initial=self.memories.initial.repeat(rows, 1, 1),
-            value_share=self.memories.value_share.repeat(rows, 1, 1),
+        memories = self.memories
+        memories = memories._replace(
+            conv_weights=memories.conv_weights.repeat(1, rows, 1, 1),
+            initial=memories.initial.repeat(rows, 1, 1),
+            value_share=memories.value_share.repeat(rows, 1, 1),
         )
         gates = self.gates._replace(power=self.power.repeat(rows, 1, 1))
         return self._replace(memories=memories, gates=gates)
@@ -298,10 +314,13 @@ class _TokenMemory(NamedTuple):
         chunk_start = tuple(part.flatten(0, 1) for part in chunk_start)
         state = ScanState((current.flatten(0, 1),), chunk_start, tail.flatten(0, 1))
         reads, after = step_token(raw, gates, weights.memories, state, plan.spans[0], self.least)
-        gated = self.norm_of_reads(reads).view(rows, -1).to(gate.dtype) * F.silu(gate)
+        normed_reads = self.norm_of_reads(reads).view(rows, -1)
+        gated = normed_reads.to(gate.dtype) * F.silu(gate)
         # `view`: torch's `unflatten` is a Python function, which costs a token microseconds
-        chunk_start = tuple(part.view(current.shape) for part in after.chunk_start)
-        after = ScanState((after.current[0].view(current.shape),), chunk_start, after.conv_tail.view(tail.shape))
+        shape = current.shape
+        (current,) = after.current
+        chunk_start = tuple(part.view(shape) for part in after.chunk_start)
+        after = ScanState((current.view(shape),), chunk_start, after.conv_tail.view(tail.shape))
         return self.residual(residual, gated).unsqueeze(1), after
 
     def token_gates(self, logits: Tensor, rows: int, plan: ChunkPlan) -> TokenGates:
@@ -309,10 +328,11 @@ class _TokenMemory(NamedTuple):
         weights = self.gates
         sigmoids = torch.addcmul(weights.bias, logits, weights.sign).sigmoid_()
         values = torch.addcmul(weights.lowest, sigmoids, weights.scale)
-        batch = len(weights.power)
+        rows_times_heads = len(weights.power)
+        heads = rows_times_heads // rows
         if rows > 1:
-            values = values.view(rows, -1, batch // rows).transpose(0, 1)
-        rate, retention, *more = values.reshape(-1, batch, 1, 1).unbind(0)
+            values = values.view(rows, -1, heads).transpose(0, 1)
+        rate, retention, *more = values.reshape(-1, rows_times_heads, 1, 1).unbind(0)
         retention = retention.pow(weights.power)
         norm = more[0] if more else None
         own_share = self.memories.value_share
@@ -322,7 +342,7 @@ class _TokenMemory(NamedTuple):
             norm = norm / erased
             own_share = own_share * erased
         if plan.valid is not None:
-            valid = plan.valid.expand(rows, batch // rows).reshape(batch, 1, 1)
+            valid = plan.valid.expand(rows, heads).reshape(rows_times_heads, 1, 1)
             rate = torch.where(valid, rate, 0.0)
             retention = torch.where(valid, retention, 1.0)
         if plan.is_frozen:
@@ -371,7 +391,8 @@ class _TokenLevels:
         hidden_states = hidden_states.squeeze(1)
         for norm, gate, up, activation, residual in self.levels:
             normed = norm(hidden_states)
-            hidden_states = residual(hidden_states, activation(gate(normed)) * up(normed))
+            active = activation(gate(normed)) * up(normed)
+            hidden_states = residual(hidden_states, active)
         return hidden_states.unsqueeze(1)
 
 
@@ -384,7 +405,10 @@ class TokenWeights:
     """
 
     def __init__(self, block: nn.Module, dtype: torch.dtype, largest_rate: float | None):
-        self.attributes, self.children, self.parameters, self.hooks = [], [], [], []
+        self.attributes = []
+        self.children = []
+        self.parameters = []
+        self.hooks = []
         self.derived_from = []
         for module in block.modules():
             self.attributes.append(vars(module))
@@ -460,7 +484,8 @@ def fast_token_paths(
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
         return None, None
-    mixer, dtype = block.mixer, hidden_states.dtype
+    mixer = block.mixer
+    dtype = hidden_states.dtype
     largest_rate = None
     if _is_of_class(mixer, "SelfModifyingTitans"):
         largest_rate = mixer.config.memory_learning_rate_max

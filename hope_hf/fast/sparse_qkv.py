@@ -46,10 +46,11 @@ def make_qkv_tiled(
         # the first tile holds the first token of every row, behind as many empty slots as a block has
         tile_size = max(tile_size, int(slots.offset.max()) + 1)
     spans = convolution_spans(slots, length, tail_size, tile_size)
-    weights = inputs.conv_weights, inputs.query_norm, inputs.key_norm
     # tiles are computed in float32, or in float64 in a float64 model
     dtype = torch.promote_types(inputs.conv_weights.dtype, torch.float32)
-    conv_weights, query_norm, key_norm = (weight.to(dtype) for weight in weights)
+    conv_weights = inputs.conv_weights.to(dtype)
+    query_norm = inputs.query_norm.to(dtype)
+    key_norm = inputs.key_norm.to(dtype)
     return _Qkv.apply(inputs.raw, tail, conv_weights, query_norm, key_norm, inputs.cos, inputs.sin, spans, sizes)
 
 
@@ -79,14 +80,16 @@ class _Tile(NamedTuple):
     ) -> "_Tile":
         """The tile in the dtype of `conv_weights`; the other tensors are those of all slots."""
         part = slice(span.start, span.stop)
-        padded = with_tail(raw[:, part], tail, span).to(conv_weights.dtype)
-        mixed = torch.empty_like(padded[:, tail.shape[1] :])
+        dtype = conv_weights.dtype
+        padded = with_tail(raw[:, part], tail, span).to(dtype)
+        tail_size = tail.shape[1]
+        mixed = torch.empty_like(padded[:, tail_size:])
         convolve_padded([padded], [conv_weights], span, [mixed])
         width = cos.shape[-1]
         by_head = mixed.unflatten(-1, (-1, width))
         query, key, value = by_head.split(sizes.heads_of_qkv, dim=2)
-        cos = cos[:, part, None].to(conv_weights.dtype)
-        sin = sin[:, part, None].to(conv_weights.dtype)
+        cos = cos[:, part, None].to(dtype)
+        sin = sin[:, part, None].to(dtype)
         return cls(padded, query, key, value, cos, sin)
 
     def rotate(self, heads: Tensor, norm: Tensor, epsilon: float) -> None:
@@ -122,11 +125,13 @@ class _Qkv(torch.autograd.Function):
         rows, length, _ = raw.shape
         width = cos.shape[-1]
         dtype = torch.promote_types(raw.dtype, cos.dtype)
+        key_heads = sizes.key_heads
+        group = sizes.heads // key_heads
         # the heads of a query side by side
-        shape = rows, sizes.key_heads, sizes.heads // sizes.key_heads, length, width
+        shape = rows, key_heads, group, length, width
         query = torch.empty_permuted(shape, (0, 1, 3, 2, 4), dtype=dtype, device=raw.device)
-        key = raw.new_empty(rows, sizes.key_heads, length, width, dtype=dtype)
-        value = raw.new_empty(rows, sizes.key_heads, length, width)
+        key = raw.new_empty(rows, key_heads, length, width, dtype=dtype)
+        value = raw.new_empty(rows, key_heads, length, width)
         tails = []
         for span in spans:
             # cloned, since the tail is a view of the padded inputs
@@ -137,11 +142,12 @@ class _Qkv(torch.autograd.Function):
             tile.rotate(tile.key, key_norm, sizes.epsilon)
             part = slice(span.start, span.stop)
             by_head = tile.query.transpose(1, 2)
-            query[..., part, :] = by_head.unflatten(1, (sizes.key_heads, -1))
+            query[..., part, :] = by_head.unflatten(1, (key_heads, -1))
             key[:, :, part] = tile.key.transpose(1, 2)
             value[:, :, part] = tile.value.transpose(1, 2)
         ctx.save_for_backward(raw, conv_weights, query_norm, key_norm, cos, sin, *tails)
-        ctx.spans, ctx.sizes = spans, sizes
+        ctx.spans = spans
+        ctx.sizes = sizes
         return query, key, value, tail.clone()
 
     @staticmethod
@@ -150,7 +156,8 @@ class _Qkv(torch.autograd.Function):
     def backward(ctx, grad_query, grad_key, grad_value, grad_tail):
         # unpacked once, since a recomputed block provides the saved tensors once
         raw, conv_weights, query_norm, key_norm, cos, sin, *tails = ctx.saved_tensors
-        sizes, dtype = ctx.sizes, conv_weights.dtype
+        sizes = ctx.sizes
+        dtype = conv_weights.dtype
         grad_raw = torch.empty_like(raw)
         grad_conv_weights = torch.zeros_like(conv_weights)
         grad_query_norm = torch.zeros_like(query_norm)
@@ -158,9 +165,12 @@ class _Qkv(torch.autograd.Function):
         for span, tail in zip(reversed(ctx.spans), reversed(tails), strict=True):
             part = slice(span.start, span.stop)
             tile = _Tile.of(raw, tail, conv_weights, cos, sin, span, sizes)
-            grad_query_part = grad_query[..., part, :].flatten(1, 2)
-            by_head = grad_query_part, grad_key[:, :, part], grad_value[:, :, part]
-            grad_mixed = torch.cat([grad.transpose(1, 2).to(dtype) for grad in by_head], dim=2)
+            grad_query_of_tile = grad_query[..., part, :].flatten(1, 2)
+            grads_of_tile = []
+            for grad in (grad_query_of_tile, grad_key[:, :, part], grad_value[:, :, part]):
+                # [B, heads, n, D] to [B, n, heads, D]
+                grads_of_tile.append(grad.transpose(1, 2).to(dtype))
+            grad_mixed = torch.cat(grads_of_tile, dim=2)
             # values are neither normalised nor rotated
             grad_query_heads, grad_key_heads, _ = grad_mixed.split(sizes.heads_of_qkv, dim=2)
             tile.differentiate(grad_query_heads, tile.query, query_norm, grad_query_norm, sizes.epsilon)

@@ -22,8 +22,10 @@ from torch.autograd.function import once_differentiable
 from ..model.sparse_branches import SparseKeys, SparseSizes, sees_stride, sees_window, select_blocks
 from .sparse_qkv import without_autocast
 
-# queries per tile, and most queries that are gathered at once: all queries read a document's first block
-_QUERY_TILE, _GATHERED = 128, 1024
+# queries per tile
+_QUERY_TILE = 128
+# most queries that are gathered at once: all queries read a document's first block
+_GATHERED = 1024
 _LOG2_E = math.log2(math.e)
 
 
@@ -61,8 +63,9 @@ def read_sparse_fused(
         first = F.pad(first, (front, back), value=base)
     compressed_gate, selected_gate, window_gate = gates.split(1, dim=-1)
     batch, heads, whole_length = queries.shape[:3]
-    number = min(sizes.top_k, (base + whole_length) // sizes.block)
-    blocks = torch.full((batch, heads, whole_length, number), -1, device=queries.device)
+    blocks_of_text = (base + whole_length) // sizes.block
+    shape = batch, heads, whole_length, min(sizes.top_k, blocks_of_text)
+    blocks = torch.full(shape, -1, device=queries.device)
     # Each branch also returns its queries: chained, all branches accumulate into one gradient.
     tiles = _CompressedTiles(base, first, sizes)
     reads, queries = _Tiled.apply(
@@ -79,7 +82,8 @@ def read_sparse_fused(
     window, _ = _Tiled.apply(queries, keys, values, window_gate, tiles, None)
     reads.add_(window)
     inside = slice(front, front + length)
-    return reads[:, :, inside].transpose(2, 3), blocks[:, :, inside]
+    reads = reads[:, :, inside]
+    return reads.transpose(2, 3), blocks[:, :, inside]
 
 
 # A range of a tile's keys, and what is added to the queries' scores of these: 0, or -inf for keys that a query cannot
@@ -117,18 +121,21 @@ class _Tiles:
         # by number of queries: tiles inside of a text share their biases
         biases_inside: dict[int, list[Bias]] = {}
         for start in range(0, length, _QUERY_TILE):
-            part = slice(start, min(start + _QUERY_TILE, length))
+            stop = min(start + _QUERY_TILE, length)
+            part = slice(start, stop)
             yield self.tile(part, queries, biases_inside)
 
     def tile(self, part: slice, queries: Tensor, biases_inside: dict[int, list[Bias]]) -> _QueryTile:
         """The tile of a range of queries."""
         start = self.base + part.start
         stop = self.base + part.stop
+        number = stop - start
         keys, masked = self.ranges(start, stop)
         is_inside = len(masked) > 1
-        if is_inside and stop - start in biases_inside:
-            return _QueryTile(part, keys, biases_inside[stop - start])
-        at = torch.arange(start, stop, device=queries.device)[None, :, None]
+        if is_inside and number in biases_inside:
+            return _QueryTile(part, keys, biases_inside[number])
+        at = torch.arange(start, stop, device=queries.device)
+        at = at[None, :, None]
         first = None if self.first is None else self.first[:, part, None]
         biases = []
         sees_key = None
@@ -140,9 +147,10 @@ class _Tiles:
                 visible = visible | ~sees_key
                 sees_key = sees_key[:, None, :, None].to(queries.dtype)
             columns = slice(some.start - keys.start, some.stop - keys.start)
-            biases.append((columns, _bias(visible, queries.dtype)))
+            bias = _bias(visible, queries.dtype)
+            biases.append((columns, bias))
         if is_inside:
-            biases_inside[stop - start] = biases
+            biases_inside[number] = biases
         return _QueryTile(part, keys, biases, sees_key)
 
 
@@ -155,7 +163,9 @@ class _WindowTiles(_Tiles):
         last_start = stop - self.sizes.window
         keys = slice(max(0, first_key), stop)
         if self.first is None and first_key > 0 and last_start < start:
-            return keys, [slice(first_key, last_start), slice(start, stop)]
+            before = slice(first_key, last_start)
+            own = slice(start, stop)
+            return keys, [before, own]
         return keys, [keys]
 
     def visible(self, slot: Tensor, at: Tensor, first: Tensor | None) -> Tensor:
@@ -167,8 +177,10 @@ class _CompressedTiles(_Tiles):
     def ranges(self, start: int, stop: int) -> tuple[slice, list[slice]]:
         """As in `_WindowTiles`; keys are strides."""
         stride = self.sizes.stride
-        seen_by_all = 0 if self.first is not None else (start + 1) // stride
         end = stop // stride
+        seen_by_all = 0
+        if self.first is None:
+            seen_by_all = (start + 1) // stride
         return slice(0, end), [slice(seen_by_all, end)]
 
     def visible(self, index: Tensor, at: Tensor, first: Tensor | None) -> Tensor:
@@ -180,14 +192,19 @@ class _CompressedTiles(_Tiles):
         """The blocks that a range of queries selects [B, H, n, X], by its attention [B, H, n, G, m]."""
         start = self.base + part.start
         stop = self.base + part.stop
+        sizes = self.sizes
         at = torch.arange(start, stop, device=attention.device)[None]
-        first = torch.zeros_like(at) if self.first is None else self.first[:, part]
+        if self.first is None:
+            first = torch.zeros_like(at)
+        else:
+            first = self.first[:, part]
         # up to the end of the tile's last block
-        blocks = -(-stop // self.sizes.block)
-        strides = blocks * (self.sizes.block // self.sizes.stride)
-        missing = strides - attention.shape[-1]
-        attention = F.pad(attention.sum(3), (0, missing))
-        return select_blocks(attention, at, first, self.sizes)
+        blocks = -(-stop // sizes.block)
+        strides_of_block = sizes.block // sizes.stride
+        missing = blocks * strides_of_block - attention.shape[-1]
+        of_key_head = attention.sum(3)
+        of_key_head = F.pad(of_key_head, (0, missing))
+        return select_blocks(of_key_head, at, first, sizes)
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -223,7 +240,8 @@ class _Tiled(torch.autograd.Function):
             key = keys[:, :, tile.keys]
             value = values[:, :, tile.keys]
             attention = _attention(query, key, tile)
-            read = (attention.flatten(2, 3) @ value).view(query.shape)
+            read = attention.flatten(2, 3) @ value
+            read = read.view(query.shape)
             reads[:, :, part] = read.mul_(gates[:, :, part])
             if blocks is not None:
                 selected = tiles.select(part, attention)
@@ -288,7 +306,9 @@ def _key_blocks(blocks: Tensor, base: int, size: int) -> list[_KeyBlock]:
     counts = ordered.view(-1).bincount(minlength=len(heads) * bins).tolist()
     queries_of_blocks = (order // number).view(-1).split(counts)
     inside = torch.arange(size, device=blocks.device)
-    hidden = (inside[:, None] < inside)[:, None]
+    is_later = inside[:, None] < inside
+    hidden = is_later[:, None]
+    most_gathered = max(_GATHERED, size)
     key_blocks = []
     for index, queries in enumerate(queries_of_blocks):
         head, block = divmod(index, bins)
@@ -297,7 +317,7 @@ def _key_blocks(blocks: Tensor, base: int, size: int) -> list[_KeyBlock]:
         keys = slice(block * size, (block + 1) * size)
         # Every query selects its own block, and the queries of the block itself come first.
         hidden_of_first = hidden if keys.start >= base else None
-        for part in queries.split(max(_GATHERED, size)):
+        for part in queries.split(most_gathered):
             key_blocks.append(_KeyBlock(head, keys, part, hidden_of_first))
             hidden_of_first = None
     return key_blocks
@@ -326,8 +346,10 @@ class _Selected(torch.autograd.Function):
 
         `queries` are all of the head [S, G D], of which those of `index` [n] are read.
         """
-        query = queries.index_select(0, index).view(-1, key.shape[1])
-        scores = torch.addmm(query.new_zeros(()), query, key.mT, beta=0, alpha=_LOG2_E)
+        query = queries.index_select(0, index)
+        query = query.view(-1, key.shape[1])
+        unused = query.new_zeros(())
+        scores = torch.addmm(unused, query, key.mT, beta=0, alpha=_LOG2_E)
         if hidden is not None:
             by_query = scores.view(len(index), -1, len(key))
             by_query[: len(hidden)].masked_fill_(hidden, -torch.inf)
@@ -349,6 +371,7 @@ class _Selected(torch.autograd.Function):
             key = keys_of[head][block]
             value = values_of[head][block]
             query, scores = _Selected.scores(queries_of[head], key, index, hidden)
+            # of these queries, over the blocks so far
             read = reads_of[head].index_select(0, index)
             sums_of_block = sums_of[head].index_select(0, index)
             largest, total = sums_of_block.view(-1, 2).split(1, dim=-1)
@@ -394,7 +417,8 @@ class _Selected(torch.autograd.Function):
             key = keys_of[head][block]
             value = values_of[head][block]
             query, scores = _Selected.scores(queries_of[head], key, index, hidden)
-            grad_read = grad_of[head].index_select(0, index).view(query.shape)
+            grad_read = grad_of[head].index_select(0, index)
+            grad_read = grad_read.view(query.shape)
             numbers_of_block = numbers_of[head].index_select(0, index)
             log_sum, dot, gate = numbers_of_block.view(-1, 3).split(1, dim=-1)
             attention = scores.sub_(log_sum).exp2_().mul_(gate)
@@ -402,7 +426,8 @@ class _Selected(torch.autograd.Function):
             grad_scores.sub_(dot).mul_(attention)
             grad_values_of[head][block].addmm_(attention.mT, grad_read)
             grad_keys_of[head][block].addmm_(grad_scores.mT, query)
-            grad_query = (grad_scores @ key).view(len(index), -1)
+            grad_query = grad_scores @ key
+            grad_query = grad_query.view(len(index), -1)
             grad_queries_of[head].index_add_(0, index, grad_query)
         return grad_queries, grad_keys, grad_values, row_dot, None, None, None
 
