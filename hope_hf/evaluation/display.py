@@ -60,7 +60,8 @@ def curves(path: Path, x: list[int], panels: dict[str, dict[str, Values]], x_lab
     for axes, title in zip(grid, panels, strict=True):
         curves_of_panel = panels[title]
         for name, (line, size) in zip(curves_of_panel, cycle(RINGS), strict=False):
-            _curve(axes, x, curves_of_panel[name], name, linestyle=line, markersize=size, **CURVE)
+            numbers = curves_of_panel[name]
+            _curve(axes, x, numbers, name, linestyle=line, markersize=size, **CURVE)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, x_names, rotation=45)
         _finish(axes, title, x_label)
@@ -79,19 +80,15 @@ class Panel:
 
 
 def heat_maps(
-    path: Path,
-    panels: list[Panel],
-    rows: list[str],
-    columns: list[str],
-    labels: tuple[str, str],
-    title: str = "",
+    path: Path, panels: list[Panel], rows: list[str], columns: list[str], labels: tuple[str, str], title: str = ""
 ):
     """Panels side by side, every cell with its number; `labels`: those of the columns' and of the rows' axis."""
     width_of_panel = max(4.5, 0.9 * len(columns))
     figure, grid = _side_by_side(panels, width=2 + len(panels) * width_of_panel)
     x_label, y_label = labels
-    is_wide = max(map(len, columns)) > MOST_LETTERS
-    angle = {"rotation": 30, "ha": "right"} if is_wide else {}
+    angle = {}
+    if max(map(len, columns)) > MOST_LETTERS:
+        angle = {"rotation": 30, "ha": "right"}
     for axes, panel in zip(grid, panels, strict=True):
         low, high = panel.limits
         image = axes.imshow(panel.values, cmap=panel.colours, vmin=low, vmax=high, aspect="auto")
@@ -105,7 +102,8 @@ def heat_maps(
 
 def _name_ticks(set_ticks: Callable, names: list[str], **style) -> None:
     """The names at 0, 1, 2, ... of an axis whose ticks `set_ticks` sets."""
-    set_ticks(range(len(names)), list(map(as_label, names)), **style)
+    labels = list(map(as_label, names))
+    set_ticks(range(len(names)), labels, **style)
 
 
 def _write_numbers(axes, values: list[list[float]], image) -> None:
@@ -126,15 +124,18 @@ def small_curves(path: Path, panels: Panels, x_label: str):
     from matplotlib.ticker import EngFormatter
 
     figure, grid = _grid(panels, 1)
-    has_same_curves = len(set(map(tuple, panels.values()))) == 1
+    names_of_panels = set(map(tuple, panels.values()))
+    has_same_curves = len(names_of_panels) == 1
     for axes, title in zip(grid, panels, strict=True):
         panel = panels[title]
-        for colour, name in zip(_colours(len(panel)), panel, strict=True):
+        colours = _colours(len(panel))
+        for colour, name in zip(colours, panel, strict=True):
             x, numbers = zip(*panel[name], strict=True)
             _curve(axes, x, numbers, name, color=colour, **SMALL_CURVE)
         _finish(axes, title, x_label)
         axes.title.set_fontsize(9)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        kilo = EngFormatter(sep="")
+        axes.xaxis.set_major_formatter(kilo)
         # Once for panels of the same curves.
         if len(panel) == 1 or (has_same_curves and axes is not grid[-1]):
             continue
@@ -150,7 +151,8 @@ def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
     run_names = united(panels.values())
     middle = (len(run_names) - 1) / 2
     rows_of_panels = [united(runs.values()) for runs in panels.values()]
-    figure, grid = _grid(panels, max(map(len, rows_of_panels)))
+    most_rows = max(map(len, rows_of_panels))
+    figure, grid = _grid(panels, most_rows)
     for axes, title, rows in zip(grid, panels, rows_of_panels, strict=True):
         for index, name in enumerate(run_names):
             numbers = panels[title].get(name, {})
@@ -158,7 +160,8 @@ def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
             shift = 0.5 * (index - middle) / len(run_names)
             heights = [rows.index(row) + shift for row in numbers]
             values, errors = _separated(numbers.values())
-            axes.errorbar(values, heights, xerr=errors, label=as_label(name), color=f"C{index}", **DOT)
+            label = as_label(name)
+            axes.errorbar(values, heights, xerr=errors, label=label, color=f"C{index}", **DOT)
         axes.set_title(as_label(title), fontsize=9)
         _name_ticks(axes.set_yticks, rows, fontsize=7)
         axes.locator_params(axis="x", nbins=5)
@@ -208,7 +211,8 @@ def _separated(numbers: Iterable[Number]) -> tuple[list[float], list[float]]:
 
 
 def _save(figure, path: Path, title: str = "") -> None:
-    title = ", ".join(filter(None, (_MODEL.get(), title)))
+    words = filter(None, (_MODEL.get(), title))
+    title = ", ".join(words)
     if title:
         figure.suptitle(as_label(title))
     figure.savefig(path, dpi=100)
@@ -240,11 +244,13 @@ def _grid(panels: dict, rows: int):
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     height = max(3.0, 1.2 + 0.18 * rows)
-    figure = Figure(figsize=(5 * columns, lines * height), layout="constrained")
+    size = 5 * columns, lines * height
+    figure = Figure(figsize=size, layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes in grid[len(panels) :]:
+    number = len(panels)
+    for axes in grid[number:]:
         axes.remove()
-    return figure, grid[: len(panels)]
+    return figure, grid[:number]
 
 
 def _colours(count: int) -> list:
@@ -253,7 +259,8 @@ def _colours(count: int) -> list:
 
     if count <= 10:
         return [f"C{i}" for i in range(count)]
-    return list(colormaps["viridis"].resampled(count).colors)
+    scale = colormaps["viridis"].resampled(count)
+    return list(scale.colors)
 
 
 def _side_by_side(panels: Collection, width: float):
@@ -261,4 +268,5 @@ def _side_by_side(panels: Collection, width: float):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 5), layout="constrained")
-    return figure, list(figure.subplots(1, len(panels), squeeze=False).flat)
+    grid = figure.subplots(1, len(panels), squeeze=False)
+    return figure, list(grid.flat)

@@ -84,7 +84,9 @@ def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
         if learned.pieces:
             panels = level_panels(learned.pieces)
             pictures["levels.png"] = partial(small_curves, panels=panels, x_label="position in the text, tokens")
-    return SuiteResult(tables, pictures, summary=_summary(whole, positions[-1], subject.model.config.vocab_size))
+    vocab_size = subject.model.config.vocab_size
+    summary = _summary(whole, positions[-1], vocab_size)
+    return SuiteResult(tables, pictures, summary=summary)
 
 
 def _split_columns(positions: list[Row]) -> dict[str, list[Row]]:
@@ -109,16 +111,21 @@ def _split_columns(positions: list[Row]) -> dict[str, list[Row]]:
 
 def _summary(whole: Row, last: Row, vocab_size: int) -> list[Row]:
     """The main numbers; `last`: the row of the last positions."""
-    summary = [
-        summary_row("loss, nats per token", whole["loss"], whole["loss_stderr"], math.log(vocab_size)),
-        summary_row("perplexity", whole["perplexity"], whole["perplexity_stderr"], vocab_size),
-        summary_row("accuracy of the likeliest token", whole["accuracy"], whole["accuracy_stderr"], 1 / vocab_size),
-    ]
+    chances = {
+        "loss": ("loss, nats per token", math.log(vocab_size)),
+        "perplexity": ("perplexity", vocab_size),
+        "accuracy": ("accuracy of the likeliest token", 1 / vocab_size),
+    }
+    summary = []
+    for column, (name, chance) in chances.items():
+        number = _number(whole, column)
+        summary.append(summary_row(name, *number, chance))
     savers = {"frozen_minus_loss": "live memories", LEARNED: "levels that learn"}
     for column, saver in savers.items():
         if column in last:
+            number = _number(last, column)
             name = f"loss saved by {saver}, tokens {last['positions']}"
-            summary.append(summary_row(name, last[column], last[f"{column}_stderr"], 0.0))
+            summary.append(summary_row(name, *number, 0.0))
     return summary
 
 
@@ -137,10 +144,12 @@ def by_corpus(args: Arguments, subject: Subject, held_out: HeldOut, documents: l
     Every token has the same weight.
     """
     scores = document_scores(args, subject, documents, "perplexity: documents")
-    require_finite(joined_scores(scores).losses, "perplexity: the model's losses on the text")
+    losses = joined_scores(scores).losses
+    require_finite(losses, "perplexity: the model's losses on the text")
     parts = []
     for corpus, text, document, of_document in zip(held_out.corpora, held_out.texts, documents, scores, strict=True):
-        parts.append(Part(corpus, document[1:], of_document, len(text.encode("utf-8"))))
+        num_bytes = len(text.encode("utf-8"))
+        parts.append(Part(corpus, document[1:], of_document, num_bytes))
     parts.sort(key=lambda part: len(part.tokens))
     names = list(dict.fromkeys(held_out.corpora))
     corpora = []
@@ -159,6 +168,8 @@ def _row(parts: list[Part]) -> Row:
     accuracy.add_batch(predictions=guesses.tolist(), references=tokens.tolist())
     loss, stderr = mean_of_blocks(losses)
     perplexity = math.exp(min(loss, 700.0))
+    tokens_per_byte = len(tokens) / sum(num_bytes)
+    of_hits = mean_of_blocks(guesses == tokens)
     return {
         "documents": len(parts),
         "n": len(tokens),
@@ -166,9 +177,9 @@ def _row(parts: list[Part]) -> Row:
         "loss_stderr": stderr,
         "perplexity": perplexity,
         "perplexity_stderr": stderr and perplexity * stderr,
-        **bits_per_byte(loss, stderr, len(tokens) / sum(num_bytes)),
+        **bits_per_byte(loss, stderr, tokens_per_byte),
         **accuracy.compute(),
-        "accuracy_stderr": mean_of_blocks(guesses == tokens).stderr,
+        "accuracy_stderr": of_hits.stderr,
     }
 
 
@@ -192,21 +203,25 @@ def by_position(args: Arguments, subject: Subject, documents: list[Tensor]) -> t
     mixed = None
     if {"loss", "frozen"} <= losses.keys():
         mixed = mixed_losses([losses["loss"], losses["frozen"]])
+    # a column of the table each
     columns = losses | _gains(losses)
-    bytes_of_tokens = torch.tensor(bytes_per_id(subject.tokenizer))[streams[:, 1:]]
+    bytes_of_ids = torch.tensor(bytes_per_id(subject.tokenizer))
+    bytes_of_tokens = bytes_of_ids[streams[:, 1:]]
     first_mode = next(iter(losses))
     rows = []
     for start, end in pairwise([0, *edges]):
         # All texts, and the positions of the bucket.
         bucket = (slice(None), slice(start, end))
-        num_bytes = bytes_of_tokens[bucket]
-        row = {"positions": f"{start + 1:,}-{end:,}", "n": num_bytes.numel()}
+        bytes_of_bucket = bytes_of_tokens[bucket]
+        num_tokens = bytes_of_bucket.numel()
+        num_bytes = int(bytes_of_bucket.sum())
+        row = {"positions": f"{start + 1:,}-{end:,}", "n": num_tokens}
         for name, values in columns.items():
             put(row, name, mean_of_blocks(values[bucket]))
         if mixed is not None:
             row["mixed"] = float(mixed[bucket].mean())
-        tokens_per_byte = num_bytes.numel() / max(1, int(num_bytes.sum()))
-        row |= bits_per_byte(row[first_mode], row[f"{first_mode}_stderr"], tokens_per_byte)
+        loss, stderr = _number(row, first_mode)
+        row |= bits_per_byte(loss, stderr, num_tokens / max(1, num_bytes))
         row |= sizes.get(end, {})
         rows.append(row)
     return rows, learned
@@ -242,7 +257,10 @@ def _losses_by_mode(
     if subject.has_memory:
         with frozen_memories(subject.model):
             losses["frozen"], _ = _carried(args, subject, streams, edges, "perplexity: by position, memories frozen")
-    second_longest = edges[-2] if len(edges) > 1 else max(2, edges[0] // 2)
+    if len(edges) > 1:
+        second_longest = edges[-2]
+    else:
+        second_longest = max(2, edges[0] // 2)
     window = min(bound, LONGEST_WINDOW, second_longest)
     losses["window"] = _windows(args, subject, streams, window, window // 2)
     if RESET_EVERY < bound:
@@ -257,15 +275,17 @@ def draw(rows: list[Row], path: Path):
     """
     losses = {}
     gains = {}
+    columns = rows[0].keys()
     for mode, label in LABELS.items():
-        if mode in rows[0]:
+        gain = f"{mode}_minus_loss"
+        if mode in columns:
             losses[label] = _column(rows, mode)
-        if f"{mode}_minus_loss" in rows[0]:
-            gains[label] = _column(rows, f"{mode}_minus_loss")
+        if gain in columns:
+            gains[label] = _column(rows, gain)
     panels = {"loss, nats per token": losses}
     if gains:
         panels["loss above that with the state carried, nats per token"] = gains
-    if LEARNED in rows[0]:
+    if LEARNED in columns:
         saved = {"carried, without minus with levels that learn": _column(rows, LEARNED)}
         panels["loss saved by levels that learn, nats per token"] = saved
     ends = []
@@ -277,14 +297,20 @@ def draw(rows: list[Row], path: Path):
 
 def _column(rows: list[Row], name: str) -> list[Number]:
     """A column's values with their errors."""
-    return [Number(row[name], row[f"{name}_stderr"]) for row in rows]
+    return [_number(row, name) for row in rows]
+
+
+def _number(row: Row, name: str) -> Number:
+    """A value of a row with its error."""
+    return Number(row[name], row[f"{name}_stderr"])
 
 
 def _edges(args: Arguments, subject: Subject, documents: list[Tensor]) -> list[int]:
     longest_document = max(map(len, documents)) - 1
     if args.lengths is None:
         longest = min(longest_document, subject.longest_input or math.inf)
-        return [length for length in DEFAULT_LENGTHS if length <= longest] or [longest_document]
+        edges = [length for length in DEFAULT_LENGTHS if length <= longest]
+        return edges or [longest_document]
     edges = parse_lengths(args.lengths)
     if edges[-1] > longest_document:
         raise ValueError(
@@ -303,7 +329,8 @@ def _streams(documents: list[Tensor], length: int, start: int, count: int) -> Te
     rows = []
     for texts in zip_longest(*by_document):
         rows += [text for text in texts if text is not None]
-    return F.pad(torch.stack(rows[:count]), (1, 0), value=start)
+    streams = torch.stack(rows[:count])
+    return F.pad(streams, (1, 0), value=start)
 
 
 def _carried(
@@ -343,16 +370,16 @@ def _learned(args: Arguments, subject: Subject, streams: Tensor, edges: list[int
             scores.append(of_batch)
             pieces.append(pieces_of_batch)
     pieces = joined(pieces)
-    return joined_scores(scores).losses, Learned(level_rows(pieces, edges, sizes), pieces)
+    rows = level_rows(pieces, edges, sizes)
+    return joined_scores(scores).losses, Learned(rows, pieces)
 
 
 def _size(cache) -> Row:
     states = memory_states(cache)
     rows = len(states[0])
-    return {
-        "state_largest": max(float(state.abs().max()) for state in states),
-        "state_mib": sum(state.nbytes for state in states) / rows / 2**20,
-    }
+    largest = max(float(state.abs().max()) for state in states)
+    num_bytes = sum(state.nbytes for state in states)
+    return {"state_largest": largest, "state_mib": num_bytes / rows / 2**20}
 
 
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:

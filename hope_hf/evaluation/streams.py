@@ -61,7 +61,8 @@ def repeat_rows(cache, times: int):
     repeated.reset_levels()
     repeated.batch_repeat_interleave(times)
     # one row's differences for all: a copy for each would be larger than the model
-    repeated.levels = levels.map(partial(_first_row_for_all, rows=len(levels.tokens) * times))
+    rows = len(levels.tokens) * times
+    repeated.levels = levels.map(partial(_first_row_for_all, rows=rows))
     return repeated
 
 
@@ -112,11 +113,14 @@ def carried_scores(
     if begins_with is not None:
         cache = repeat_rows(begins_with, len(inputs))
     scores = []
-    for start, end in pairwise([0, *piece_ends(length, edges)]):
-        logits, cache = read_on(model, inputs[:, start:end], cache)
+    ends = piece_ends(length, edges)
+    for start, end in pairwise([0, *ends]):
+        piece = slice(start, end)
+        logits, cache = read_on(model, inputs[:, piece], cache)
         if after_piece:
             after_piece(end, cache)
-        scores.append(score(logits, targets[:, start:end]))
+        scores_of_piece = score(logits, targets[:, piece])
+        scores.append(scores_of_piece)
     return joined_scores(scores, dim=1)
 
 
@@ -143,7 +147,8 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
         raise ValueError(f"a stride of {stride} tokens does not fit windows of {window}")
     rows = [input_ids[:window]]
     # The last window holds the last token.
-    for start in range(stride, len(input_ids) - window + stride, stride):
+    stop = len(input_ids) - window + stride
+    for start in range(stride, stop, stride):
         rows.append(input_ids[start : start + window])
     scores = []
     first_scored = 0
@@ -153,7 +158,8 @@ def window_scores(model: PreTrainedModel, input_ids: Tensor, window: int, stride
         logits = model(input_ids=padded.to(model.device)).logits
         scores_of_batch = score(logits[:, :-1], padded[:, 1:])
         for index, row in enumerate(batch):
-            scores.append(scores_of_batch.part(index, first_scored, len(row) - 1))
+            scores_of_window = scores_of_batch.part(index, first_scored, len(row) - 1)
+            scores.append(scores_of_window)
             # What the window before has in common with the next one is scored.
             first_scored = window - stride - 1
     return joined_scores(scores)
@@ -180,12 +186,16 @@ def document_scores(
     # Sorted by length: less padding.
     by_length = sorted(range(len(documents)), key=lengths.__getitem__)
     scores: dict[int, Scores] = {}
-    for numbers in progress(in_batches(by_length, args.rows), name):
-        if lengths[numbers[-1]] > longest:
+    batches = in_batches(by_length, args.rows)
+    for numbers in progress(batches, name):
+        last = numbers[-1]
+        if lengths[last] > longest:
             for number in numbers:
-                scores[number] = window_scores(subject.model, documents[number], longest, longest // 2, args.rows)
+                document = documents[number]
+                scores[number] = window_scores(subject.model, document, longest, longest // 2, args.rows)
             continue
-        padded = pad_sequence([documents[number] for number in numbers], batch_first=True)
+        documents_of_batch = [documents[number] for number in numbers]
+        padded = pad_sequence(documents_of_batch, batch_first=True)
         scores_of_batch = carried_scores(subject.model, padded, begins_with=begins_with)
         for row, number in enumerate(numbers):
             scores[number] = scores_of_batch.part(row, 0, lengths[number] - 1)
@@ -196,7 +206,8 @@ def document_losses(
     args: Arguments, subject: Subject, documents: list[Tensor], name: str, begins_with: HopeCache | None = None
 ) -> Tensor:
     """The losses of `document_scores`, one document after another, [tokens]."""
-    return joined_scores(document_scores(args, subject, documents, name, begins_with)).losses
+    scores = document_scores(args, subject, documents, name, begins_with)
+    return joined_scores(scores).losses
 
 
 def in_batches(items: Sequence[Item], rows: int) -> list[Sequence[Item]]:
@@ -208,7 +219,8 @@ def batches_of_one_length(items: Iterable[Item], length: Callable[[Item], int], 
     """At most `rows` items of one length at a time, so that nothing is padded; shorter ones first."""
     by_length: dict[int, list[Item]] = {}
     for item in items:
-        by_length.setdefault(length(item), []).append(item)
+        of_one_length = by_length.setdefault(length(item), [])
+        of_one_length.append(item)
     for _, of_one_length in sorted(by_length.items()):
         yield from in_batches(of_one_length, rows)
 

@@ -46,16 +46,20 @@ def learn_in_context(
     with progress(None, name, count + 1 + has_frozen) as bar:
         cache = read(subject, begin, learn=learn)
         for index, examples_of_group in enumerate(examples, start=1):
-            cache = read(subject, _tokens(subject, groups, examples_of_group), cache, learn)
+            tokens = _tokens(subject, groups, examples_of_group)
+            cache = read(subject, tokens, cache, learn)
             hits.append(questions(subject, cache, groups, index, rows))
             bar.update()
-        shuffled = random.Random(f"joint {seed}").sample(all_examples, len(all_examples))
-        cache = read(subject, begin + _tokens(subject, groups, shuffled), learn=learn)
+        draw = random.Random(f"joint {seed}")
+        shuffled = draw.sample(all_examples, len(all_examples))
+        tokens = begin + _tokens(subject, groups, shuffled)
+        cache = read(subject, tokens, learn=learn)
         controls["joint"] = questions(subject, cache, groups, count, rows)
         bar.update()
         if has_frozen:
+            tokens = begin + _tokens(subject, groups, all_examples)
             with nullcontext() if learn else frozen_memories(subject.model):
-                cache = read(subject, begin + _tokens(subject, groups, all_examples))
+                cache = read(subject, tokens)
                 controls["frozen"] = questions(subject, cache, groups, count, rows)
             bar.update()
     return hits, controls
@@ -71,7 +75,8 @@ def questions(subject: Subject, cache, groups: ClassGroups, num_groups: int, row
         answers = choose(subject, cache, contexts, candidates, rows)
         hits_of_group = []
         for example, answer in zip(examples, answers, strict=True):
-            hits_of_group.append(float(answer == example.label))
+            is_right = answer == example.label
+            hits_of_group.append(float(is_right))
         hits.append(hits_of_group)
     return hits
 
@@ -90,8 +95,9 @@ def _tokens(subject: Subject, groups: ClassGroups, examples: list[Example]) -> T
     """The examples' sentences, each with its label."""
     tokens = []
     for example in examples:
+        label = groups.labels[example.label]
         tokens += context_of(subject, example)
-        tokens += label_of(subject, groups.labels[example.label])
+        tokens += label_of(subject, label)
     return tokens
 
 
@@ -101,9 +107,13 @@ def _require_room(subject: Subject, groups: ClassGroups, examples: list[Example]
         return
     longest_context = 0
     for example in chain.from_iterable(groups.test):
-        longest_context = max(longest_context, len(context_of(subject, example)))
-    longest_label = max(len(label_of(subject, label)) for label in groups.labels)
-    need = 1 + len(_tokens(subject, groups, examples)) + longest_context + longest_label
+        context = context_of(subject, example)
+        longest_context = max(longest_context, len(context))
+    longest_label = 0
+    for label in groups.labels:
+        longest_label = max(longest_label, len(label_of(subject, label)))
+    tokens = _tokens(subject, groups, examples)
+    need = 1 + len(tokens) + longest_context + longest_label
     if need > bound:
         raise ValueError(
             f"The examples of all classes and a question take {need:,} tokens, and the model has {bound:,} positions "
@@ -132,7 +142,8 @@ def read(subject: Subject, tokens: Tokens, cache=None, learn: bool = False):
         # other models have no such argument
         options["learn"] = True
     for piece in in_batches(tokens, PIECE):
-        _, cache = read_on(subject.model, torch.tensor([piece]), cache, **options)
+        input_ids = torch.tensor([piece])
+        _, cache = read_on(subject.model, input_ids, cache, **options)
     return cache
 
 
@@ -147,7 +158,8 @@ def choose(subject: Subject, prefix, contexts: list[Tokens], candidates: list[To
     lengths = list(map(len, contexts))
     contexts_at_once = max(1, rows // len(candidates))
     for numbers in batches_of_one_length(range(len(contexts)), lengths.__getitem__, contexts_at_once):
-        ids = torch.tensor([contexts[number] for number in numbers])
+        contexts_of_batch = [contexts[number] for number in numbers]
+        ids = torch.tensor(contexts_of_batch)
         cache = repeat_rows(prefix, len(numbers))
         logits, cache = read_on(subject.model, ids, cache, logits_to_keep=1)
         log_probabilities = logits[:, -1].float().log_softmax(-1)
@@ -157,21 +169,26 @@ def choose(subject: Subject, prefix, contexts: list[Tokens], candidates: list[To
             part = slice(start, start + candidates_at_once)
             scores[:, part] += _scores_of_rest(subject, cache, len(numbers), candidates[part])
         require_finite(scores, "class_incremental: the scores of labels")
-        chosen |= zip(numbers, scores.argmax(1).tolist(), strict=True)
+        likeliest = scores.argmax(1).tolist()
+        chosen |= zip(numbers, likeliest, strict=True)
     return list(map(chosen.get, range(len(contexts))))
 
 
 def _scores_of_rest(subject: Subject, cache, batch: int, candidates: list[Tokens]) -> Tensor:
     """Summed log-probabilities of the candidates' tokens after their first, [B, C]; `cache` has B rows."""
-    tokens = pad_sequence(list(map(torch.tensor, candidates)), batch_first=True)
+    rows = list(map(torch.tensor, candidates))
+    tokens = pad_sequence(rows, batch_first=True)
     lengths = torch.tensor(list(map(len, candidates)))
-    is_token = torch.arange(tokens.shape[1]) < lengths[:, None]
+    column = torch.arange(tokens.shape[1])
+    is_token = column < lengths[:, None]
     # Causal: padding on the right changes no score. Rows: all candidates of the first context, then the second's.
     ids = tokens.repeat(batch, 1).to(subject.model.device)
-    logits, _ = read_on(subject.model, ids[:, :-1], repeat_rows(cache, len(candidates)))
+    cache = repeat_rows(cache, len(candidates))
+    logits, _ = read_on(subject.model, ids[:, :-1], cache)
     log_probabilities = logits.float().log_softmax(-1)
     targets = ids[:, 1:, None]
-    of_tokens = log_probabilities.gather(-1, targets).squeeze(-1).cpu()
+    of_tokens = log_probabilities.gather(-1, targets)
+    of_tokens = of_tokens.squeeze(-1).cpu()
     is_counted = is_token[:, 1:].repeat(batch, 1)
     sums = of_tokens.where(is_counted, 0.0).sum(1)
     return sums.view(batch, len(candidates))

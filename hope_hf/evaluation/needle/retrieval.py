@@ -60,10 +60,12 @@ def _retrieve(
     for name in names:
         task = TASKS[name]
         if task.haystack not in haystacks:
-            haystacks[task.haystack] = HAYSTACKS[task.haystack](subject, lengths[-1], args)
+            make_haystack = HAYSTACKS[task.haystack]
+            haystacks[task.haystack] = make_haystack(subject, lengths[-1], args)
+        haystack = haystacks[task.haystack]
         # Lengths that are too short or too long are refused before anything is measured.
         for length in (lengths[0], lengths[-1]):
-            samples = make_samples(subject, task, haystacks[task.haystack], length, 0.0, seeds)
+            samples = make_samples(subject, task, haystack, length, 0.0, seeds)
         descriptions[name] = describe(task, samples, subject.model.config.vocab_size)
     tables = {"Tasks, and the scores of chance": list(descriptions.values())}
     pictures = {}
@@ -71,11 +73,13 @@ def _retrieve(
     with progress(None, suite, len(names) * len(lengths) * len(depths)) as bar:
         for name in names:
             task = TASKS[name]
+            haystack = haystacks[task.haystack]
             rows = []
             for length, depth in product(lengths, depths):
-                samples = make_samples(subject, task, haystacks[task.haystack], length, depth, seeds)
+                samples = make_samples(subject, task, haystack, length, depth, seeds)
                 row = measure(subject, task, samples, args.rows, new_tokens)
-                require_finite(torch.tensor(row["loss"]), f"{suite}: the model's losses")
+                loss = torch.tensor(row["loss"])
+                require_finite(loss, f"{suite}: the model's losses")
                 rows.append({"length": length, "depth": depth, **row})
                 bar.update()
             tables[task.title] = rows
@@ -90,7 +94,8 @@ def _summary(task: NeedleTask, rows: list[Row], chance: float) -> list[Row]:
     summary = []
     for score, chance_of_score in chances.items():
         mean = sum(row[score] for row in rows) / len(rows)
-        summary.append(summary_row(f"{task.name}, {score}, mean of all", mean, None, chance_of_score))
+        name = f"{task.name}, {score}, mean of all"
+        summary.append(summary_row(name, mean, None, chance_of_score))
     return summary
 
 
@@ -120,23 +125,26 @@ def draw(name: str, rows: list[Row], path: Path):
     """Heat maps over length and depth: generated, teacher-forced, and the gain over frozen memories."""
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["depth"] for row in rows})
+    by_depth = partial(_by_depth, rows, num_depths=len(depths))
     panels = [
-        Panel("generated, share of the values", _by_depth(rows, "generated", len(depths)).tolist()),
-        Panel("teacher-forced, share of the values", _by_depth(rows, "exact", len(depths)).tolist()),
+        Panel("generated, share of the values", by_depth("generated").tolist()),
+        Panel("teacher-forced, share of the values", by_depth("exact").tolist()),
     ]
     if "frozen" in rows[0]:
-        saved = _by_depth(rows, "frozen", len(depths)) - _by_depth(rows, "loss", len(depths))
+        saved = by_depth("frozen") - by_depth("loss")
         largest = max(0.01, float(saved.abs().max()))
         title = "loss saved by the memories, nats per token"
         panels.append(Panel(title, saved.tolist(), limits=(-largest, largest), colours="RdBu"))
     depth_names = list(map("{:g}".format, depths))
     length_names = list(map("{:,}".format, lengths))
-    heat_maps(path, panels, depth_names, length_names, ("length, tokens", "depth of the needle (0: first)"), name)
+    labels = "length, tokens", "depth of the needle (0: first)"
+    heat_maps(path, panels, depth_names, length_names, labels, name)
 
 
 def _by_depth(rows: list[Row], column: str, num_depths: int) -> Tensor:
     """A column as [depths, lengths]: a row is measured for every length, and in it for every depth."""
-    values = torch.tensor([row[column] for row in rows], dtype=torch.float64)
+    numbers = [row[column] for row in rows]
+    values = torch.tensor(numbers, dtype=torch.float64)
     return values.view(-1, num_depths).T
 
 
@@ -154,7 +162,8 @@ def measure(subject: Subject, task: NeedleTask, samples: list[Sample], batch_siz
         prompts = torch.tensor([sample.prompt for sample in batch])
         answers = subject.continued(prompts, new_tokens)
         for answer, sample in zip(answers, batch, strict=True):
-            columns["generated"].append(task.score(answer, sample.values))
+            score = task.score(answer, sample.values)
+            columns["generated"].append(score)
         exact, losses = teacher_forced(subject, batch)
         columns["exact"] += exact
         columns["loss"] += losses
@@ -185,5 +194,6 @@ def teacher_forced(subject: Subject, samples: list[Sample]) -> tuple[list[float]
             hits.append(torch.equal(scores_of_value.guesses, value))
             losses_of_values.append(scores_of_value.losses)
         exact.append(sum(hits) / len(hits))
-        losses.append(float(torch.cat(losses_of_values).mean()))
+        loss = torch.cat(losses_of_values).mean()
+        losses.append(float(loss))
     return exact, losses
