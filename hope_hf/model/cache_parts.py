@@ -216,7 +216,8 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
         if self.past is None:
             return {"columns": torch.tensor([0, 1])}
         tensors = named_tensors(self.state)
-        tensors["columns"] = torch.tensor([self.past.columns, int(self.past.is_uniform)])
+        past = self.past
+        tensors["columns"] = torch.tensor([past.columns, int(past.is_uniform)])
         tensors["seen"] = self.past.seen
         return tensors
 
@@ -231,7 +232,8 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
     def add_padding(self, columns: int) -> None:
         """Count columns of padding in front of the text; no state depends on them."""
         if columns:
-            self.past = self.past._replace(columns=self.past.columns + columns, is_uniform=False)
+            past = self.past
+        self.past = past._replace(columns=past.columns + columns, is_uniform=False)
 
     def keep_columns(self, real: Tensor) -> None:
         """Count the columns `real` [columns] of a single row alone."""
@@ -278,7 +280,9 @@ class KeyValuePart(CachePart):
     @property
     def state(self) -> KeyValues | None:
         """Keys and values of the layer; `None` before the first token."""
-        return KeyValues(self.layer.keys, self.layer.values) if self.layer.is_initialized else None
+        if not self.layer.is_initialized:
+            return None
+        return KeyValues(self.layer.keys, self.layer.values)
 
     def update_state(self, state: KeyValues, past: Past | None = None) -> None:
         """Replace keys and values."""

@@ -89,13 +89,17 @@ def mix(
     The kernels take the documents of all rows one after the other, without padding (`chunks.Sequences`); rows that are
     one document each stay as they are.
     """
-    heads, shape = mixer.config.num_memory_heads, hidden_states.shape[:2]
+    heads = mixer.config.num_memory_heads
+    shape = hidden_states.shape[:2]
     sequences = plan.sequences
-    x = hidden_states if sequences is None else sequences.gather(hidden_states)
+    bounds = None
+    x = hidden_states
+    if sequences is not None:
+        bounds = sequences.bounds
+        x = sequences.gather(hidden_states)
     if not x.shape[1]:
         # padding alone
         return torch.zeros_like(hidden_states), state
-    bounds = None if sequences is None else sequences.bounds
     # linear maps and gates
     streams = [mixer.k_proj(x), mixer.v_proj(x), mixer.q_proj(x)]
     gate = mixer.g_proj(x).unflatten(-1, (heads, -1))
@@ -122,8 +126,8 @@ def mix(
             bounds=bounds,
             is_token=shape[1] == 1,
         )
-        share = gates.own_share(mixer.value_share(dtype))
-        reads = torch.addcmul(reads + reads_of_initial, values, share.unsqueeze(-1))
+        share = gates.own_share(mixer.value_share(dtype)).unsqueeze(-1)
+        reads = torch.addcmul(reads + reads_of_initial, values, share)
         gated = mixer.o_norm(reads, partial(_gated_norm, gate=gate))
     output = mixer.o_proj(gated.flatten(2))
     if sequences is not None:
@@ -147,9 +151,12 @@ def _state_after(
         current: the content memory's deviation after each sequence [n, H, D, D].
         tails: of k, v and q [n, H D, K].
     """
-    # without the column that the convolution ignores, [n, H D, K] to [n, H, K - 1, D] of each stream
-    by_head = [tail[..., 1:].unflatten(1, (heads, -1)).mT for tail in tails]
-    tail = torch.cat(by_head, dim=-1).to(torch.float32)
+    tails_by_head = []
+    for tail in tails:
+        # without the column that the convolution ignores, [n, H D, K] to [n, H, K - 1, D]
+        by_head = tail[..., 1:].unflatten(1, (heads, -1))
+        tails_by_head.append(by_head.mT)
+    tail = torch.cat(tails_by_head, dim=-1).to(torch.float32)
     if sequences is not None:
         current_before = None if state is None else state.current[0]
         tail_before = None if state is None else state.conv_tail
@@ -171,12 +178,16 @@ def _states_of_sequences(
     tail = state.conv_tail
     if sequences is not None:
         # the tail's oldest inputs may be those of the document before
-        age = torch.arange(tail.shape[2], 0, -1, device=tail.device).unsqueeze(-1)
+        age = torch.arange(tail.shape[2], 0, -1, device=tail.device)
         current = sequences.gather_states(current)
-        tail = sequences.gather_states(tail, min_age=age)
+        tail = sequences.gather_states(tail, min_age=age.unsqueeze(-1))
     # the convolution ignores the first column
     padded = F.pad(tail, (0, 0, 1, 0))
-    return current, [part.mT.flatten(1, 2) for part in padded.chunk(3, dim=-1)]
+    tails = []
+    for part in padded.chunk(3, dim=-1):
+        # [n, H, K, D] to [n, H D, K]
+        tails.append(part.mT.flatten(1, 2))
+    return current, tails
 
 
 def _convolve_and_normalise(
@@ -189,20 +200,23 @@ def _convolve_and_normalise(
     except ImportError as error:
         raise _does_not_load(error) from error
     convolutions = (mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d)
-    convolved, tails_after = [], []
+    heads = mixer.config.num_memory_heads
+    convolved = []
+    tails_after = []
     for stream, convolution, tail in zip(streams, convolutions, tails, strict=True):
         # [K, H, D] to [H D, K], as the weights lie in memory
         weights = convolution(torch.float32).permute(1, 2, 0).flatten(0, 1)
         active, tail_after = causal_conv1d(
             stream, weights, initial_state=tail, output_final_state=need_state, activation="silu", cu_seqlens=bounds
         )
-        convolved.append(active.unflatten(-1, (mixer.config.num_memory_heads, -1)))
+        convolved.append(active.unflatten(-1, (heads, -1)))
         tails_after.append(tail_after)
     keys, values, queries = convolved
     keys = l2norm(keys, NORM_EPSILON)
     queries = l2norm(queries, NORM_EPSILON)
     if value_norm is not None:
-        values = l2norm(values, NORM_EPSILON) * value_norm.to(values.dtype).unsqueeze(-1)
+        value_norm = value_norm.to(values.dtype).unsqueeze(-1)
+        values = l2norm(values, NORM_EPSILON) * value_norm
     return keys, values, queries, tails_after
 
 
@@ -249,7 +263,9 @@ def _scan(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     except ImportError as error:
         raise _does_not_load(error) from error
-    run = fused_recurrent_gated_delta_rule if is_token and not torch.is_grad_enabled() else chunk_gated_delta_rule
+    run = chunk_gated_delta_rule
+    if is_token and not torch.is_grad_enabled():
+        run = fused_recurrent_gated_delta_rule
     return run(
         queries,
         keys,
@@ -287,9 +303,11 @@ def read_selected_fla(
         raise _does_not_load(error) from error
     heads, length, group = queries.shape[1:4]
     # the query heads of a key head are the rows of a matrix product: zeros pad them to its smallest size
-    rows = F.pad(queries, (0, 0, 0, _power_of_two(max(group, _LEAST)) - group))
+    missing = _power_of_two(max(group, _LEAST)) - group
+    rows = F.pad(queries, (0, 0, 0, missing))
     blocks = chosen.shape[-1]
-    chosen = F.pad(chosen, (0, _power_of_two(blocks) - blocks), value=-1)
+    missing = _power_of_two(blocks) - blocks
+    chosen = F.pad(chosen, (0, missing), value=-1)
     # keys and values up to the last query
     stop = base + length
     reads = parallel_nsa(
@@ -301,7 +319,9 @@ def read_selected_fla(
         block_size=block,
         scale=1.0,
     )
-    reads = reads.unflatten(2, (heads, -1))[:, :, :, :group].transpose(1, 2)
+    # without the rows of zeros
+    by_head = reads.unflatten(2, (heads, -1))[:, :, :, :group]
+    reads = by_head.transpose(1, 2)
     return reads.to(queries.dtype) * gates, queries, keys, values
 
 

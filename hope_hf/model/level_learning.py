@@ -153,7 +153,8 @@ class Learner(NamedTuple):
             levels = model.base_model.layers[block].continuum.levels
             for level, matrix in product(range(len(levels)), learning.matrices):
                 key = MatrixKey(block, level, matrix)
-                weight = _plain_weight(getattr(levels[level], matrix), key)
+                projection = getattr(levels[level], matrix)
+                weight = _plain_weight(projection, key)
                 weights[key] = weight
                 norms[key] = torch.linalg.vector_norm(weight, dtype=_wide_dtype(weight))
         return cls(model, learning, weights, norms)
@@ -162,7 +163,8 @@ class Learner(NamedTuple):
         """The state of `rows` rows before the first token."""
         deltas = {}
         for key, weight in self.weights.items():
-            deltas[key] = torch.zeros(rows, *weight.shape, dtype=_wide_dtype(weight), device=weight.device)
+            dtype = _wide_dtype(weight)
+            deltas[key] = torch.zeros(rows, *weight.shape, dtype=dtype, device=weight.device)
         first = next(iter(deltas.values()))
         levels = len(self.learning.periods)
         counts = torch.zeros(rows, levels, dtype=torch.long, device=first.device)
@@ -188,7 +190,9 @@ def _plain_weight(projection: nn.Module, key: MatrixKey) -> Tensor:
         weight = weight.dequantize()
     # engines flatten or empty the weights that they cut
     if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
-        storage = "offloaded" if weight.is_meta else f"stored as {list(weight.shape)} {weight.dtype}"
+        storage = f"stored as {list(weight.shape)} {weight.dtype}"
+        if weight.is_meta:
+            storage = "offloaded"
         raise ValueError(
             f"{key.matrix} of block {key.block} is {storage}, so its level cannot learn: load the model whole, in "
             "floating point or as torchao's int8"
@@ -217,7 +221,9 @@ def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dic
                 f"the cache holds what {matrix} of block {block} has learned as {shape}, which does not fit this "
                 "model: give a cache that this model has written"
             )
-        blocks.setdefault(block, {}).setdefault(level, {})[matrix] = delta
+        levels = blocks.setdefault(block, {})
+        matrices = levels.setdefault(level, {})
+        matrices[matrix] = delta
     return blocks
 
 
@@ -369,10 +375,14 @@ def read_piece(learner: Learner, cache, piece: Piece) -> PieceResult:
     """Read a piece; the cache is updated, with what the piece teaches."""
     state = cache.levels
     # tensors of this piece alone, so that its gradient does not go on through states that earlier pieces left
-    deltas = {key: delta.detach().requires_grad_() for key, delta in state.deltas.items()}
-    cache.levels = _PieceDeltas(deltas, graph_from=min(key.block for key in deltas))
+    deltas = {}
+    for key, delta in state.deltas.items():
+        deltas[key] = delta.detach().requires_grad_()
+    first_block = min(key.block for key in deltas)
+    cache.levels = _PieceDeltas(deltas, graph_from=first_block)
     with torch.enable_grad():
-        hidden = learner.model.base_model(**piece.inputs, cache=cache).last_hidden_state
+        outputs = learner.model.base_model(**piece.inputs, cache=cache)
+        hidden = outputs.last_hidden_state
         # The last token's prediction is scored, not learned from: its target belongs to the next piece.
         learned_loss = _row_losses(learner.model, hidden, piece.targets, slice(-1))
         summed_loss = learned_loss.sum()
@@ -391,7 +401,8 @@ def read_piece(learner: Learner, cache, piece: Piece) -> PieceResult:
             read = _with_piece(state, piece.real, gradients, learned_loss, predictions)
             cache.levels = _with_steps(learner, read)
     cache.detach_()
-    return PieceResult(hidden.detach(), learned_loss + last_loss, scored=is_scored.sum(1))
+    loss = learned_loss + last_loss
+    return PieceResult(hidden.detach(), loss, scored=is_scored.sum(1))
 
 
 def _row_losses(model: PreTrainedModel, hidden: Tensor, targets: Tensor, columns: slice) -> Tensor:
@@ -440,20 +451,22 @@ def _with_steps(learner: Learner, state: LevelState) -> LevelState:
         if bool(end.steps[:, level].any()):
             # [B, 1, 1]
             strength = end.strength[:, level, None, None].to(norm.device)
-            deltas[key] = step(deltas[key], gradients[key], norm, learner.learning, strength)
+            delta = deltas[key]
+            deltas[key] = step(delta, gradients[key], norm, learner.learning, strength)
         closes = end.closes[:, level]
         if bool(closes.all()):
             gradients.pop(key, None)
         elif key in gradients and bool(closes.any()):
             is_open = ~closes[:, None, None].to(norm.device)
             gradients[key] = torch.where(is_open, gradients[key], 0.0)
+    skipped = torch.stack([end.gated, end.not_finite], dim=-1)
     return state._replace(
         deltas=deltas,
         gradients=gradients,
         losses=torch.where(end.closes, 0.0, state.losses),
         scored=torch.where(end.closes, 0, state.scored),
         steps=state.steps + end.steps,
-        skipped=state.skipped + torch.stack([end.gated, end.not_finite], dim=-1),
+        skipped=state.skipped + skipped,
     )
 
 
@@ -468,7 +481,8 @@ def _end_of_period(learner: Learner, state: LevelState) -> _PeriodEnd:
     for key, gradient in state.gradients.items():
         # the norm is not finite if an entry is not
         norm = torch.linalg.vector_norm(gradient, dim=(1, 2))
-        is_finite[:, key.level] &= norm.isfinite().to(is_finite.device)
+        is_finite_norm = norm.isfinite().to(is_finite.device)
+        is_finite[:, key.level] &= is_finite_norm
     guess = math.log(learner.model.config.vocab_size)
     gated = mean > guess if learning.gate else torch.zeros_like(is_finite)
     has_loss = closes & (state.scored > 0)

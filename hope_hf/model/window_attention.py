@@ -133,7 +133,8 @@ def _plan_token(
         if plan.before < size:
             # the window reaches the sinks
             filled = plan.before + 1
-            sink_slots, window_slots = None, slice(filled)
+            sink_slots = None
+            window_slots = slice(filled)
     plan.bands = (Band(0, 1, sink_slots, window_slots, bias),)
 
 
@@ -209,11 +210,13 @@ def _plan_bands(
 ) -> list[Band]:
     """The bands of a call after at most `most_before` tokens of its documents; see `_plan_text`."""
     length = position.shape[1]
+    device = position.device
     is_uniform = plan.valid is None
     # A query that sees sinks outside of its window is the `window`-th token of its document or a later one: with bands
     # of at most that many queries, all of a band see the sinks of one document, which contains the band's first slot.
     band_size = _BAND if is_uniform else min(_BAND, window)
-    sink = torch.arange(min(sinks, most_before + length), device=position.device)
+    most_sinks = min(sinks, most_before + length)
+    sink = torch.arange(most_sinks, device=device)
     has_sinks_in_front = is_uniform and (most_before == 0 or most_before >= sinks)
     first_own_key = earlier.sinks + earlier.window
     bands = []
@@ -226,26 +229,24 @@ def _plan_bands(
         if sees_sinks and has_sinks_in_front:
             sink_keys = slice(sinks)
         elif sees_sinks:
-            first_slot = -most_before if is_uniform else start - position[:, start, None]
+            if is_uniform:
+                first_slot = -most_before
+            else:
+                first_slot = start - position[:, start, None]
             sink_keys = earlier.index(sink, first_slot)
             # the last sinks of a short document do not exist
             sink_keys = sink_keys.clamp(max=first_own_key + stop - 1)
         # in the middle of a text, bands have the same bias
         sees_all_sinks = is_uniform and most_before + start >= sinks + window - 1
-        layout = stop - start, start - first, None if sees_all_sinks else start
+        distance_to_sinks = None if sees_all_sinks else start
+        layout = stop - start, start - first, distance_to_sinks
         if layout not in biases:
             visible_sink = sink if sees_sinks else None
             query_position = position[:, start:stop, None]
             hidden = _hidden_keys(query_position, start, first, window, visible_sink)
             biases[layout] = _bias(hidden, dtype)
-        band = Band(
-            start,
-            stop,
-            sinks=sink_keys,
-            window_keys=slice(first_own_key + first, first_own_key + stop),
-            bias=biases[layout],
-        )
-        bands.append(band)
+        window_keys = slice(first_own_key + first, first_own_key + stop)
+        bands.append(Band(start, stop, sink_keys, window_keys, biases[layout]))
     return bands
 
 
@@ -326,7 +327,8 @@ def _take(x: Tensor, index: slice | Tensor) -> Tensor:
         return x[:, :, index]
     if index.ndim == 1:
         return x.index_select(2, index)
-    index = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    _, heads, _, width = x.shape
+    index = index[:, None, :, None].expand(-1, heads, -1, width)
     return x.gather(2, index)
 
 
@@ -383,7 +385,9 @@ def read_window(
         # so that no band copies its keys and values
         keys = keys.contiguous()
         values = values.contiguous()
-    reads_of_bands = [_read_band(streams, keys, values, band, dropout) for band in plan.bands]
+    reads_of_bands = []
+    for band in plan.bands:
+        reads_of_bands.append(_read_band(streams, keys, values, band, dropout))
     reads = reads_of_bands[0]
     if len(reads_of_bands) > 1:
         reads = torch.cat(reads_of_bands, dim=2)
@@ -409,13 +413,18 @@ def _read_band(
     rows, key_heads, _, width = keys.shape
     asking = slice(band.start, band.stop)
     number = band.stop - band.start
-    scores = _scores(streams.queries[:, :, asking], keys[:, :, band.window_keys])
+    queries = streams.queries[:, :, asking]
+    window_keys = keys[:, :, band.window_keys]
+    scores = _scores(queries, window_keys)
     if band.sinks is not None:
+        sink_queries = streams.sink_queries[:, :, asking]
         sink_keys = _take(keys, band.sinks)
-        sink_scores = _scores(streams.sink_queries[:, :, asking], sink_keys)
+        sink_scores = _scores(sink_queries, sink_keys)
         scores = torch.cat([sink_scores, scores], dim=2)
     if band.bias is not None:
-        grouped = scores.unflatten(0, (rows, key_heads)).unflatten(2, (-1, number))
+        # [B, H, heads / H, q, keys]
+        grouped = scores.unflatten(0, (rows, key_heads))
+        grouped = grouped.unflatten(2, (-1, number))
         # in bfloat16 `masked_fill` takes longer than the product
         biased = grouped + band.bias.to(scores.dtype)
         scores = biased.flatten(0, 1).flatten(1, 2)
@@ -451,7 +460,8 @@ def _scores(queries: Tensor, keys: Tensor) -> Tensor:
     """
     is_single = queries.shape[2] == 1
     keys = keys.flatten(0, 1)
-    queries = queries.reshape(len(keys), -1, keys.shape[-1])
+    rows, _, width = keys.shape
+    queries = queries.reshape(rows, -1, width)
     if is_single:
         # in bfloat16 a third of the time of the other order
         return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
@@ -471,7 +481,8 @@ def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
     state = named_tuple(WindowState, tensors)
     make_plan = partial(plan_window, sinks, window, queries.dtype)
     rows, _, length, _ = queries.shape
-    plan = plan_again(make_plan, tensors, (rows, length), columns, state is not None)
+    shape = rows, length
+    plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
     seed = tensors.get("seed")
     devices = [queries.device] if queries.is_cuda else []
     with torch.random.fork_rng(devices, enabled=seed is not None):
@@ -564,7 +575,8 @@ class HopeWindowAttention(HopeAttention):
         if state is not None:
             tensors |= state._asdict()
         if dropout:
-            tensors["seed"] = torch.randint(2**62, (), device=streams.values.device)
+            device = streams.values.device
+            tensors["seed"] = torch.randint(2**62, (), device=device)
         config = self.config
         sizes = [plan.columns(), int(need_state), config.attention_sinks, config.sliding_window]
         reads, *after = call("window_attention", tensors, sizes, str(dropout))
@@ -625,7 +637,8 @@ class HopeWindowAttention(HopeAttention):
                 keys += sinks
                 sink_queries += queries
             weights += queries * keys
-        streams = length * (2 * heads + 2 * key_heads) + sink_queries * heads
+        of_token = 2 * heads + 2 * key_heads
+        streams = length * of_token + sink_queries * heads
         numbers = streams * config.head_dim + heads * weights
         return batch_size * low * numbers
 
