@@ -40,8 +40,15 @@ def _is_ours(argv: list[str], command: list[str]) -> bool:
     """
     if argv[:1] == ["-m"]:
         # `sys.argv[0]` is "-m" until Python has found the module.
-        return command[command.index("-m") + 1].split(".")[0] == "hope_hf" if "-m" in command else False
-    return bool(argv and argv[0]) and (Path(argv[0]).name == _COMMAND or Path(argv[0]).resolve() in _PROGRAMS)
+        if "-m" not in command:
+            return False
+        module = command[command.index("-m") + 1]
+        package, *_ = module.split(".")
+        return package == "hope_hf"
+    if not argv or not argv[0]:
+        return False
+    program = Path(argv[0])
+    return program.name == _COMMAND or program.resolve() in _PROGRAMS
 
 
 if _is_ours(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

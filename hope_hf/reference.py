@@ -128,7 +128,8 @@ class PaperMemory:
             error = error * (ERROR_CLIP / norm(error)).clamp(max=1.0)
             step = of_matrices(rate * eta * (1.0 if is_last else INNER_RATE))
             weight = self.weights[index]
-            new = of_matrices(alpha) * weight + of_matrices(1 - alpha) * self.initial[index]
+            initial = self.initial[index]
+            new = of_matrices(alpha) * weight + of_matrices(1 - alpha) * initial
             if is_last:
                 new = new - step * outer(matvec(weight, u), u)
             weights.append(new - step * outer(error, u))
@@ -198,7 +199,8 @@ def make_gates(mixer, n):
         value_norm = 2 * torch.sigmoid(more[0] + gates.value_bias)
     erased = torch.ones_like(eta)
     if gates.erase_bias is not None:
-        erased = LEAST_ERASED + (1 - LEAST_ERASED) * torch.sigmoid(more[1] + gates.erase_bias)
+        share = torch.sigmoid(more[1] + gates.erase_bias)
+        erased = LEAST_ERASED + (1 - LEAST_ERASED) * share
     return eta, alpha, erased, value_norm
 
 
@@ -234,7 +236,8 @@ def self_modifying_titans(mixer, hidden_states):
             for memory in (content, *makers.values()):
                 memory.close_chunk()
 
-        normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + mixer.o_norm.variance_epsilon)
+        mean_square = y.square().mean(-1, keepdim=True)
+        normed = y * torch.rsqrt(mean_square + mixer.o_norm.variance_epsilon)
         normed = (normed * mixer.o_norm.weight).reshape(batch_size, -1)
         outputs.append(mixer.o_proj(normed * F.silu(mixer.g_proj(n))))
     return torch.stack(outputs, dim=1)

@@ -64,7 +64,10 @@ def default_lines(defaults: dict[str, Default]) -> list[str]:
     """A line for each default: the flag with its value, and the reason."""
     flags = [_as_flag(name, default.value) for name, default in defaults.items()]
     width = max(map(len, flags), default=0)
-    return [f"{flag:<{width}}  {default.reason}" for flag, default in zip(flags, defaults.values(), strict=True)]
+    lines = []
+    for flag, default in zip(flags, defaults.values(), strict=True):
+        lines.append(f"{flag:<{width}}  {default.reason}")
+    return lines
 
 
 def _as_flag(name: str, value: int | float) -> str:

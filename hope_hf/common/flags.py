@@ -80,12 +80,15 @@ class Bounds:
 
     def words(self, value: float = 0) -> str:
         """The bounds in words: `of 0 or more and below 1`. `LARGEST` is named only if `value` exceeds it."""
-        low = f"of {self.least:,} or more" if self.above is None else f"above {self.above:,}"
+        has_least = self.above is None
+        low = f"of {self.least:,} or more" if has_least else f"above {self.above:,}"
         if self.below is not None:
             return f"{low} and below {self.below:,}"
         if self.most == LARGEST and not LARGEST < value < math.inf:
             return low
-        return f"from {self.least:,} to {self.most:,}" if self.above is None else f"{low} and at most {self.most:,}"
+        if has_least:
+            return f"from {self.least:,} to {self.most:,}"
+        return f"{low} and at most {self.most:,}"
 
 
 class Checked(argparse.Action):
@@ -99,7 +102,10 @@ class Checked(argparse.Action):
         self.bounds, self.is_text = bounds, is_text
 
     def __call__(self, parser, namespace, values, option_string=None):
-        checked = list(map(self._checked, values)) if isinstance(values, list) else self._checked(values)
+        if isinstance(values, list):
+            checked = list(map(self._checked, values))
+        else:
+            checked = self._checked(values)
         setattr(namespace, self.dest, checked)
 
     def _checked(self, value):

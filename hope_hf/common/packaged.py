@@ -26,7 +26,10 @@ def find_file(name: str | Path, kind: str) -> str | Path:
 
     A name of neither is returned as it is; the caller says that it cannot be read.
     """
-    return name if os.path.exists(name) else packaged_files(kind).get(str(name).removeprefix(f"{kind}/"), name)
+    if os.path.exists(name):
+        return name
+    name_in_folder = str(name).removeprefix(f"{kind}/")
+    return packaged_files(kind).get(name_in_folder, name)
 
 
 @program
@@ -68,7 +71,8 @@ def _list_or_copy(argv: list[str], command: str, kind: str, use: str) -> int:
     width = max(map(len, files)) + 2
     for name, path in files.items():
         # The first line of each file says what it is.
-        print(f"{name:{width}}{path.read_text(encoding='utf-8').splitlines()[0].strip('# :')}")
+        first, *_ = path.read_text(encoding="utf-8").splitlines()
+        print(f"{name:{width}}{first.strip('# :')}")
     print(f"\n{use}\nhope-hf {command} --copy NAME [--to DIR] copies one to change it.")
     return printed()
 

@@ -194,7 +194,9 @@ def _check_types(model: PreTrainedModel, files: list[Path], report: dict, named:
     prefix = f"{model.base_model_prefix}."
     is_float = {name: tensor.is_floating_point() for name, tensor in model.state_dict().items()}
     # A base model's own files lack the prefix.
-    is_float |= {name.removeprefix(prefix): value for name, value in is_float.items() if name.startswith(prefix)}
+    for name, value in list(is_float.items()):
+        if name.startswith(prefix):
+            is_float[name.removeprefix(prefix)] = value
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):

@@ -298,8 +298,10 @@ def _shortest(value: float) -> float:
 
 def _halves_apart(array: np.ndarray, heads: int) -> np.ndarray:
     """The rows of a head as transformers has them: llama.cpp has the two channels that rotate next to each other."""
-    pairs = array.shape[0] // heads // 2
-    return array.reshape(heads, pairs, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    rows, *others = array.shape
+    pairs = rows // heads // 2
+    by_pair = array.reshape(heads, pairs, 2, *others)
+    return by_pair.swapaxes(1, 2).reshape(array.shape)
 
 
 def _save(weights: dict[str, torch.Tensor], folder: Path, number: int) -> Path:

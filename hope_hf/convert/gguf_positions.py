@@ -128,11 +128,13 @@ def _factor(fields: dict) -> float:
 def _yarn(frequencies: np.ndarray, parameters: dict) -> np.ndarray:
     """YaRN's frequencies, after `rope_yarn` of ggml."""
     pairs = len(frequencies)
-    original, base = parameters["original_max_position_embeddings"], parameters["rope_theta"]
+    original = parameters["original_max_position_embeddings"]
+    base = parameters["rope_theta"]
 
     def pair_that_turns(times: float) -> float:
         """The pair of channels which turns so many times in the original context."""
-        return pairs * math.log(original / (times * 2 * math.pi)) / math.log(base)
+        radians = times * 2 * math.pi
+        return pairs * math.log(original / radians) / math.log(base)
 
     first = max(0, math.floor(pair_that_turns(parameters["beta_fast"])))
     last = min(2 * pairs - 1, math.ceil(pair_that_turns(parameters["beta_slow"])))

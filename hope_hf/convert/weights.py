@@ -166,7 +166,8 @@ def plan_files(paths: list[Path], config: HopeConfig, dtype: torch.dtype, named:
     planned = {}
     for file in files:
         planned |= _planned_shapes(file, config, dtype)
-    _compare(planned, {name: list(weight.shape) for name, weight in weights.items()}, named)
+    needed = {name: list(weight.shape) for name, weight in weights.items()}
+    _compare(planned, needed, named)
     return [file for file in files if file.parts]
 
 
@@ -199,7 +200,8 @@ def _planned_shapes(file: File, config: HopeConfig, dtype: torch.dtype) -> dict[
         for name, parts in file.parts.items():
             for part in parts:
                 shape = tensors.get_slice(name).get_shape()
-                shape[part.axis] = len(range(shape[part.axis])[slice(part.start, part.stop)])
+                taken = range(shape[part.axis])[part.start : part.stop]
+                shape[part.axis] = len(taken)
                 planned[part.name] = name, shape
     with torch.device("meta"):
         for layer in file.layers:
@@ -247,7 +249,9 @@ def write_files(files: list[File], config: HopeConfig, dtype: torch.dtype, folde
     index = {}
     size = parameters = 0
     for number, file in enumerate(files, start=1):
-        name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        if len(files) == 1:
+            name = SAFE_WEIGHTS_NAME
         weights = file.weights(config, dtype)
         save_file(weights, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(weights, name)

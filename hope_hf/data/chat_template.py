@@ -107,7 +107,10 @@ class ChatTemplate:
             # The same places in the text that the backend reads.
             begin = len(self._named(filled.text[:begin]))
             end = len(self._named(filled.text[:end]))
-            inside = [index for index, (first, last) in enumerate(encoding.offsets) if first < end and last > begin]
+            inside = []
+            for index, (first, last) in enumerate(encoding.offsets):
+                if first < end and last > begin:
+                    inside.append(index)
             if inside:
                 for index in range(inside[0], inside[-1] + 1):
                     learned[index] = True

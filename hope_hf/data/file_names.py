@@ -31,13 +31,17 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
     filled = []
     empty = []
     for path in paths:
-        (empty if _has_no_rows(path) else filled).append(path)
+        if _has_no_rows(path):
+            empty.append(path)
+        else:
+            filled.append(path)
     if not filled:
         what = "holds no rows with text" if os.path.getsize(empty[0]) else "is empty"
         raise ValueError(f"{flag} {empty[0]} {what}: give a file with text.")
     if empty:
         more = f" and {len(empty) - 1:,} more are" if len(empty) > 1 else " is"
-        warn_once(f"{flag}: {empty[0]}{more} empty and left out, {len(filled):,} of {len(paths):,} files are read.")
+        read = f"{len(filled):,} of {len(paths):,} files are read"
+        warn_once(f"{flag}: {empty[0]}{more} empty and left out, {read}.")
     return filled
 
 

@@ -248,7 +248,9 @@ def _texts_of_chats(kind: str, stream: BinaryIO, reading: Reading) -> Iterator[s
 
 def _rows_of_table(kind: str, stream: BinaryIO, reading: Reading) -> Iterator[dict]:
     table = Table(kind, stream)
-    columns = [name for name in dict.fromkeys((reading.column, TOOLS)) if name in table.schema.names]
+    # the column may be that of tools
+    wanted = dict.fromkeys((reading.column, TOOLS))
+    columns = [name for name in wanted if name in table.schema.names]
     for batch in table.batches(columns):
         for row in batch.to_pylist():
             yield of_table(row, reading.column)

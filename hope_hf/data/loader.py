@@ -85,7 +85,9 @@ class BlockLoader:
     def __iter__(self) -> Iterator[Batch]:
         layout = self.layout
         while True:
-            rows = range(self._rows + layout.rank, self._rows + layout.global_rows, layout.world_size)
+            first = self._rows + layout.rank
+            stop = self._rows + layout.global_rows
+            rows = range(first, stop, layout.world_size)
             blocks = [self.blocks[self.order(row)] for row in rows]
             self._rows += layout.global_rows
             batch = collate(blocks, layout.block_size, padding=0, restart=self.positions)
@@ -158,7 +160,10 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Batch]:
         layout = self.layout
         while True:
-            rows = [self._packers[row % len(self._packers)].next_block() for row in range(layout.batch_size)]
+            rows = []
+            for row in range(layout.batch_size):
+                packer = self._packers[row % len(self._packers)]
+                rows.append(packer.next_block())
             batch = collate(rows, layout.block_size, padding=0, restart=not layout.carry)
             yield batch, {"packers": [packer.state() for packer in self._packers]}
 

@@ -99,7 +99,8 @@ class Stream:
         tokens = [np.zeros(0, np.int64)]
         while start < stop:
             begin = self._ends[index - 1] if index else 0
-            part = self._read_part(index, start - begin, min(stop, self._ends[index]) - begin)
+            end = min(stop, self._ends[index])
+            part = self._read_part(index, start - begin, end - begin)
             tokens.append(part.astype(np.int64))
             start += len(part)
             index += 1
@@ -128,7 +129,8 @@ class TokenStream(Stream):
 
     def longer_than(self, tokens: int) -> int:
         """How many documents have more than so many tokens."""
-        ends = torch.cat([self.starts[1:], torch.tensor([len(self)])])
+        end_of_last = torch.tensor([len(self)])
+        ends = torch.cat([self.starts[1:], end_of_last])
         lengths = ends - self.starts
         return int((lengths > tokens).sum())
 
@@ -146,7 +148,8 @@ class TokenStream(Stream):
     def block(self, start: int, length: int) -> Block:
         """The `length` tokens from `start` on, fewer at the end of the stream."""
         end = start + length
-        first, last = torch.searchsorted(self.starts, torch.tensor([start, end])).tolist()
+        edges = torch.tensor([start, end])
+        first, last = torch.searchsorted(self.starts, edges).tolist()
         return Block(self.read(start, end), self.starts[first:last] - start)
 
     def digest(self) -> str:

@@ -105,7 +105,8 @@ class Preparation:
             path = self.folder / name
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 raise ValueError(f"--output_dir {path} is a link or a file, not a folder of shards: remove it.")
-        self.progress = Progress(self.folder, [f"{corpus}/{side}" for corpus, side in self.bytes])
+        parts = [f"{corpus}/{side}" for corpus, side in self.bytes]
+        self.progress = Progress(self.folder, parts)
 
     def check_room(self) -> None:
         """Raise ValueError if the disk has less room than the shards will need."""
@@ -155,7 +156,8 @@ class Preparation:
             batches = speed.watch(encoded(rest, self.tokenizer, KINDS[self.dtype], pool))
             write_shards(self.folder, part, batches, self.progress, shard_tokens, limit)
             done = self.progress.of(part)
-            speed.leave(self.bytes[corpus.name, side] - sum(written.text_bytes for written in done))
+            written_bytes = sum(written.text_bytes for written in done)
+            speed.leave(self.bytes[corpus.name, side] - written_bytes)
         count = _documents(done)
         if count > len(read) or (limit is None and count < len(read)):
             raise ValueError(
@@ -369,6 +371,7 @@ def _report(folder: Path) -> None:
             f"{name}: {train['documents']:,} documents, {train['tokens']:,} tokens in {len(train['shards'])} shards; "
             f"validation {validation['documents']:,}, {validation['tokens']:,}"
         )
-        dropped = ", ".join(f"{reason} {count:,}" for reason, count in corpus["dropped"].items())
+        counts = [f"{reason} {count:,}" for reason, count in corpus["dropped"].items()]
+        dropped = ", ".join(counts)
         print(f"{line}; dropped: {dropped}" if dropped else line)
     print(f"Train on them with --train_shards {folder}")

@@ -111,7 +111,8 @@ class ShardedStream(Stream):
         # Read, not mapped: a map keeps a descriptor open per shard, and a mapped file that is truncated would kill
         # the process.
         try:
-            part = np.fromfile(path, self.kind, stop - start, offset=start * self.kind.itemsize)
+            offset = start * self.kind.itemsize
+            part = np.fromfile(path, self.kind, stop - start, offset=offset)
         except OSError as error:
             raise ValueError(f"The shard {path} cannot be read any more: {error.strerror}.") from error
         if len(part) < stop - start:
@@ -207,7 +208,11 @@ def _corpora(folder: Path, manifest: dict) -> list[CorpusTokens]:
         weight = corpus["weight"]
         if not is_corpus_name(name) or not (weight is None or is_weight(weight)):
             raise ValueError(f"corpora has {reprlib.repr(name)} of weight {reprlib.repr(weight)}")
-        train, validation = (ShardedStream(_shards(folder, corpus[side]), kind, start) for side in PARTS)
+        streams = []
+        for side in PARTS:
+            shards = _shards(folder, corpus[side])
+            streams.append(ShardedStream(shards, kind, start))
+        train, validation = streams
         corpora.append(CorpusTokens(name, train, validation, weight))
         weights[name] = weight
     if not corpora:
@@ -257,7 +262,8 @@ def _check_size(shard: Shard, kind: np.dtype, folder: ShardFolder) -> None:
     except OSError as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise ValueError(f"{flag}: {shard.path} {reason}: {_AGAIN}.") from None
-    inside = Path(os.path.realpath(shard.path)).is_relative_to(os.path.realpath(folder.path))
+    real_path = Path(os.path.realpath(shard.path))
+    inside = real_path.is_relative_to(os.path.realpath(folder.path))
     if not inside or not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{flag}: {shard.path} is a link, pipe or folder instead of a file: {_AGAIN}.")
     size, expected = status.st_size, shard.tokens * kind.itemsize

@@ -221,7 +221,8 @@ def _text(corpus: Corpus, max_bytes: int) -> Text:
     documents, _ = passing(corpus, needed=Needed(SEED, size=size, most_documents=corpus.max_documents))
     if corpus.max_documents is not None:
         count = min(corpus.max_documents, len(documents))
-        documents = documents.select(np.random.default_rng(SEED).permutation(len(documents))[:count])
+        order = np.random.default_rng(SEED).permutation(len(documents))
+        documents = documents.select(order[:count])
     return Text(corpus.name, documents, corpus.weight, most)
 
 

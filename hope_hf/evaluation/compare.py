@@ -40,7 +40,8 @@ def compare(args: Arguments) -> SuiteResult:
     reports = _on_one_text(records)
     tables = {}
     for key in united(reports.values()):
-        tables.setdefault(f"{key.suite}: {key.table}", []).append(_row(key, reports))
+        rows = tables.setdefault(f"{key.suite}: {key.table}", [])
+        rows.append(_row(key, reports))
     if not tables:
         raise ValueError(f"--compare {args.compare[0]}: the reports hold no numbers.")
     return SuiteResult(tables, {"compare.png": partial(draw, reports)})
@@ -127,7 +128,9 @@ def _warn_of_other_flags(records: dict[str, dict]):
         changes = []
         for flag in different_flags(first["config"], record["config"]):
             if flag != "suite":
-                changes.append(f"--{flag} ({first['config'][flag]} and {record['config'][flag]})")
+                value = first["config"][flag]
+                other = record["config"][flag]
+                changes.append(f"--{flag} ({value} and {other})")
         if changes:
             listed = ", ".join(changes)
             warnings.warn(f"{first_name} and {name} were evaluated with other flags: {listed}.", stacklevel=2)

@@ -89,12 +89,14 @@ def _check(task, limit: int | None, shots: int | None) -> list[int]:
             raise ValueError(_failure(task, split, error, number)) from error
         problem = _problem(task, text, choices, target)
         if problem:
-            raise ValueError(f"--tasks {_name(task)}: in document {number} of {_source(task, split)} {problem}.")
+            place = f"document {number} of {_source(task, split)}"
+            raise ValueError(f"--tasks {_name(task)}: in {place} {problem}.")
         if choices is not None:
             numbers_of_choices.append(len(choices))
         empty.update(name for name in read & document.keys() if document[name] is None)
+    source = _source(task, split)
     for name, count in empty.items():
-        warn_once(f"--tasks {_name(task)}: {count:,} documents of {_source(task, split)} have no {name} (null).")
+        warn_once(f"--tasks {_name(task)}: {count:,} documents of {source} have no {name} (null).")
     return numbers_of_choices
 
 
@@ -152,7 +154,9 @@ def _problem(task, text, choices, target) -> str | None:
 
 def _no_text(part: str, field, value) -> str | None:
     """The sentence for a part of a document that is no text."""
-    return None if isinstance(value, str) else f"the {part} ({_field(field)}) is {_short(value)}, no text"
+    if isinstance(value, str):
+        return None
+    return f"the {part} ({_field(field)}) is {_short(value)}, no text"
 
 
 def _problem_of_choices(config, choices, is_choice: bool) -> str | None:
@@ -178,7 +182,8 @@ def _is_choice(label, choices: list[str]) -> bool:
     if isinstance(label, str):
         return label in choices
     # A whole number that a table stores as a float counts, too.
-    return isinstance(label, Integral | float) and float(label).is_integer() and 0 <= label < len(choices)
+    is_whole = isinstance(label, Integral | float) and float(label).is_integer()
+    return is_whole and 0 <= label < len(choices)
 
 
 def _missing(task, field, value) -> str | None:

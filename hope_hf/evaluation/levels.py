@@ -180,7 +180,8 @@ def level_panels(pieces: list[Piece]) -> Panels:
         for level, drift in enumerate(piece.drift.amax(0).tolist()):
             drifts[f"level {level}"].append(_point(piece, 100 * drift))
         for name, label in COUNTS.items():
-            totals[name] = totals[name] + piece.counts[name].double().mean(0)
+            counts = piece.counts[name].double()
+            totals[name] = totals[name] + counts.mean(0)
             for level, total in enumerate(totals[name]):
                 steps[f"level {level}: {label}"].append(_point(piece, total))
     for label, points in list(steps.items()):

@@ -84,7 +84,8 @@ def mean_and_stderr(values: Sequence[float]) -> Number:
     mean = math.fsum(values) / count
     if count < 2:
         return Number(mean, None)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    variance = squares / (count - 1)
     return Number(mean, math.sqrt(variance / count))
 
 

@@ -109,8 +109,10 @@ def answer_together(answer: Callable[[list], list], requests: list) -> list:
     owners = []
     for request in requests:
         context = request.args[0]
-        owners.append(owner_of_context.setdefault(context, len(owner_of_context) % processes))
-    mine = [request for request, owner in zip(requests, owners, strict=True) if owner == dist.get_rank()]
+        next_owner = len(owner_of_context) % processes
+        owners.append(owner_of_context.setdefault(context, next_owner))
+    rank = dist.get_rank()
+    mine = [request for request, owner in zip(requests, owners, strict=True) if owner == rank]
     parts = [None] * processes
     dist.all_gather_object(parts, answer(mine) if mine else [])
     queues = list(map(iter, parts))

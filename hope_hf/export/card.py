@@ -48,7 +48,11 @@ def model_card(
         "Limits": LIMITS,
         "Citation": CITATION,
     }
-    page = "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text)
+    parts = []
+    for title, text in sections.items():
+        if text:
+            parts.append(f"## {title}\n\n{text}" if title else text)
+    page = "\n\n".join(parts)
     name = printable(repo_id.split("/")[-1])
     metadata = _metadata(model, name, license, training, evaluation, base_model)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n# {as_text(name)}\n\n{page}\n")
@@ -138,7 +142,8 @@ def _mixers(config: PreTrainedConfig) -> str:
 
 def _training(training: TrainingFacts) -> str:
     length = f", {training.tokens:,} tokens in {training.steps:,} steps" if training.tokens else ""
-    versions = as_text(", ".join(f"{name} {version}" for name, version in training.versions.items()))
+    packages = [f"{name} {version}" for name, version in training.versions.items()]
+    versions = as_text(", ".join(packages))
     return f"""\
 Text: {as_text(training.text)}{length}, on {training.num_processes} process(es) with {versions}.
 
@@ -157,5 +162,6 @@ def _evaluation(training: TrainingFacts | None, evaluation: EvaluationFacts | No
     if evaluation:
         limited = f", **limited to {as_text(evaluation.limit)} samples**" if evaluation.limit else ""
         parts.append(f"Measured on {as_text(evaluation.date)}{limited} with:\n\n{as_code_block(evaluation.command)}")
-        parts += [f"### {as_text(suite)}\n\n{tables}" for suite, tables in evaluation.tables.items()]
+        for suite, tables in evaluation.tables.items():
+            parts.append(f"### {as_text(suite)}\n\n{tables}")
     return "\n\n".join(parts)

@@ -177,7 +177,10 @@ def _markdown(tables: dict[str, list[dict]], flags: dict) -> str:
     for title, rows in tables.items():
         cells = []
         for row in rows[:MOST_ROWS]:
-            cells.append({_cell(name, flags): _cell(value, flags) for name, value in row.items()})
+            cells_of_row = {}
+            for name, value in row.items():
+                cells_of_row[_cell(name, flags)] = _cell(value, flags)
+            cells.append(cells_of_row)
         part = f"**{_cell(title, flags)}**\n\n{markdown_table(cells)}"
         if len(rows) > MOST_ROWS:
             part += f"\n\n(and {len(rows) - MOST_ROWS:,} rows more)"

@@ -41,7 +41,8 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
             commit_message="Upload the model, its code and its tokenizer",
         )
         # The card comes last: the files that it describes are there, and no later step overwrites it.
-        card = (folder / CARD).read_text(encoding="utf-8").replace(json.dumps(repo_id), json.dumps(url.repo_id))
+        card = (folder / CARD).read_text(encoding="utf-8")
+        card = card.replace(json.dumps(repo_id), json.dumps(url.repo_id))
         api.upload_file(
             repo_id=url.repo_id,
             path_or_fileobj=card.encode(),

@@ -95,7 +95,8 @@ def build_optimizer(
             "lr": rate * _rate_factor(group.level, periods, level_options, tokens_per_step),
             "weight_decay": decay if group.decays else 0.0,
         }
-        groups.append(clock | RULES[group.rule].settings(level_options.betas or betas, eps))
+        rule = RULES[group.rule]
+        groups.append(clock | rule.settings(level_options.betas or betas, eps))
     return LevelClock(groups)
 
 

@@ -96,8 +96,8 @@ class Launch:
     @property
     def compute_bytes(self) -> int:
         """Bytes per gathered weight. DeepSpeed in bf16 gathers fp32 weights, and autocast rounds them."""
-        wide = self.precision == "no" or (self.strategy.engine == "deepspeed" and self.precision == "bf16")
-        return 4 if wide else 2
+        gathers_wide = self.strategy.engine == "deepspeed" and self.precision == "bf16"
+        return 4 if self.precision == "no" or gathers_wide else 2
 
     def whole_gradients(self, reduce_dtype: torch.dtype) -> torch.dtype | None:
         """Dtype in which FSDP accumulates the gradients of the whole model between the batches of a step.
@@ -231,7 +231,9 @@ def _fsdp(content: dict, launch: Launch, refuse: Callable[[str], NoReturn]) -> L
         return replace(launch, strategy=fsdp_strategy(False, keeps_gathered, replicas, offloads), parts=parts)
     named = str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
     # The file has the strategy's name, or its number as accelerate's wizard once wrote it.
-    named = dict(enumerate(VERSION_1, start=1)).get(int(named) if named.isdecimal() else 0, named)
+    number = int(named) if named.isdecimal() else 0
+    by_number = dict(enumerate(VERSION_1, start=1))
+    named = by_number.get(number, named)
     if named not in VERSION_1:
         refuse(f": fsdp_sharding_strategy {named} is not planned: write one of {', '.join(VERSION_1)}")
     if named == "NO_SHARD":

@@ -177,7 +177,11 @@ def parse(argv: list[str]) -> Question:
         # The weights of a second phase may not exist yet: the first phase writes them.
         recipe = without(recipe, {"model_name_or_path"})
     groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
-    args = Arguments(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
+    values = {}
+    for group in groups:
+        for option in fields(group):
+            values[option.name] = getattr(group, option.name)
+    args = Arguments(**values)
     gpus = parse_gpus(args.gpu)
     _check_plot(args.plot)
     launch = read_launch_file(args.accelerate_config, args.world_size, args.gradient_accumulation_steps)
@@ -193,7 +197,8 @@ def parse(argv: list[str]) -> Question:
         defaults = _defaults(args, config, named)
         if args.tokenizer_name is None and VOCAB_SIZE not in named:
             config.vocab_size = _vocabulary_of_text(defaults)
-        args = replace(args, **{name: default.value for name, default in defaults.items() if name in FLAGS})
+        values = {name: default.value for name, default in defaults.items() if name in FLAGS}
+        args = replace(args, **values)
     # Flash attention needs a GPU and its package; sdpa keeps as many bytes.
     attention = None if "flash" in (args.attn_implementation or "") else args.attn_implementation
     step = StepOptions.of(args, _block_size(args, config), attention)

@@ -130,7 +130,8 @@ def _simulated(plan: Plan) -> str:
     simulation = plan.simulation
     if simulation is None:
         return f"No simulation: {plan.no_simulation}."
-    split = ", ".join(f"{name} {_gib(size)}" for name, size in simulation.split.items())
+    sizes = [f"{name} {_gib(size)}" for name, size in simulation.split.items()]
+    split = ", ".join(sizes)
     return (
         f"Simulated step of {plan.asked.name} ({simulation.seconds:.0f} s): {_gib(simulation.peak)} GiB ({split}); "
         f"arithmetic alone: {_gib(plan.asked.memory.peak)}."
@@ -220,10 +221,12 @@ def draw(plan: Plan, path: str) -> None:
         axes.bar(names, sizes, bottom=tops, label=category)
         tops = list(map(operator.add, tops, sizes))
     for index, verdict in enumerate(plan.verdicts):
-        axes.axhline(verdict.usable / GIB, color=f"C{index}", linestyle="--", label=f"usable, {verdict.gpu.name}")
+        label = f"usable, {verdict.gpu.name}"
+        axes.axhline(verdict.usable / GIB, color=f"C{index}", linestyle="--", label=label)
     model = architecture(question.config.model_type)
     count = question.launch.world_size
-    axes.set_title(f"{model}, {question.shapes.count / 1e6:,.4g} million parameters, {count:,} process(es)")
+    millions = question.shapes.count / 1e6
+    axes.set_title(f"{model}, {millions:,.4g} million parameters, {count:,} process(es)")
     axes.set_ylabel("memory of a process, GiB (by arithmetic)")
     axes.set_xlabel("way of sharding")
     axes.tick_params(axis="x", rotation=30)

@@ -145,7 +145,8 @@ def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
         else:
             # Vectors outside the blocks belong to the last norm.
             unit = TAIL if parameter is output or parameter.ndim == 1 else ROOT
-        weights.append(Weight(name, tuple(parameter.shape), unit, periods[name], rules[name]))
+        shape = tuple(parameter.shape)
+        weights.append(Weight(name, shape, unit, periods[name], rules[name]))
     return Shapes(tuple(weights), is_tied=table is output, model=model)
 
 

@@ -73,7 +73,8 @@ def settings(question: Question) -> list[Setting]:
         launch = asked.under(strategy, question.args.gpus_per_node)
         divides = launch.world_size % launch.parts == 0
         # A hybrid on one machine is full sharding.
-        repeats = strategy.key == asked.strategy.key or (strategy.is_hybrid and launch.replicas == 1)
+        is_full = strategy.is_hybrid and launch.replicas == 1
+        repeats = is_full or strategy.key == asked.strategy.key
         if divides and not repeats:
             rows.append(_setting(question, launch))
     return rows
@@ -154,8 +155,10 @@ def _changes(question: Question, launch: Launch, step: StepOptions) -> str | Non
     changes = []
     strategy = launch.strategy
     if launch is not question.launch:
-        file = f"accelerate_configs/{strategy.launch_file}"
-        changes.append(f"{file} {SETTINGS[strategy.key]}" if strategy.key in SETTINGS else file)
+        change = f"accelerate_configs/{strategy.launch_file}"
+        if strategy.key in SETTINGS:
+            change += f" {SETTINGS[strategy.key]}"
+        changes.append(change)
     if step.sync_each_batch != question.step.sync_each_batch:
         changes.append("--sync_each_batch")
     if step.checkpointing != question.step.checkpointing:

@@ -68,11 +68,14 @@ def right_tokens(logits: Tensor, labels: Tensor) -> float:
 
     logits [B, T, V]; labels [B, T] not shifted.
     """
-    predictions, references = logits[:, :-1].argmax(dim=-1).cpu().flatten(), labels[:, 1:].cpu().flatten()
+    likeliest = logits[:, :-1].argmax(dim=-1)
+    predictions = likeliest.cpu().flatten()
+    references = labels[:, 1:].cpu().flatten()
     valid = references != IGNORED
     if not valid.any():
         return 0.0
-    accuracy = _metric().compute(predictions=predictions[valid].numpy(), references=references[valid].numpy())
+    predictions = predictions[valid].numpy()
+    accuracy = _metric().compute(predictions=predictions, references=references[valid].numpy())
     return accuracy["accuracy"] * int(valid.sum())
 
 

@@ -141,7 +141,9 @@ def sample(model, data, seed: int) -> tuple[str, str]:
     batch = next(iter(data.validation))
     # of a chat, what comes before the assistant's first turn
     scored = int((batch["labels"][0] != IGNORED).int().argmax())
-    prompt = batch["input_ids"][:1, max(0, scored - PROMPT_TOKENS) : scored if scored > 1 else PROMPT_TOKENS]
+    start = max(0, scored - PROMPT_TOKENS)
+    stop = scored if scored > 1 else PROMPT_TOKENS
+    prompt = batch["input_ids"][:1, start:stop]
     prompt = prompt.to(model.device)
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []

@@ -57,7 +57,9 @@ class StopAfter:
     """`--stop_after`: when a launch has made its steps or used its time, counted from here; never for None."""
 
     def __init__(self, named: str | None):
-        self._steps, self._seconds = (math.inf, math.inf) if named is None else parse_stop_after(named)
+        self._steps = self._seconds = math.inf
+        if named is not None:
+            self._steps, self._seconds = parse_stop_after(named)
         self._start = time.monotonic()
 
     def reached(self, steps: int) -> bool:
@@ -96,7 +98,9 @@ class StopSignal:
 
     def __enter__(self):
         numbers = [signal.SIGTERM, signal.SIGINT]
-        numbers += [s for s in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                numbers.append(number)
         self._previous = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 

@@ -126,7 +126,9 @@ def continued(
 def describe_change(old: Schedule, new: Schedule, peak: float, step: int, rate: float, total_steps: int) -> str:
     """The line that says how the rates of a continued run differ from those of a run with these flags from step 0."""
     if new.begin == step:
-        rise = f"rises to {peak:g} in {new.warmup} steps" if new.warmup else f"goes to {peak:g} without a warm-up"
+        rise = f"goes to {peak:g} without a warm-up"
+        if new.warmup:
+            rise = f"rises to {peak:g} in {new.warmup} steps"
         return (
             f"The schedule had ended at step {step} with a learning rate of {rate:g}: it begins again there, {rise} "
             f"and ends at step {new.end} ({new.kind}). A run of {total_steps} steps from the beginning has other "
@@ -179,7 +181,9 @@ def set_scheduler(scheduler: LRScheduler, saved: dict, step: int, same: bool) ->
         same: whether rates and schedule are those of the checkpoint; ValueError if `saved` is not the state there.
     """
     state = scheduler.state_dict() | {"last_epoch": step, "_step_count": step + 1}
-    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = []
+    for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        rates.append(base * factor(step))
     groups = scheduler.optimizer.param_groups
     if not same:
         scheduler.load_state_dict(state | {"_last_lr": rates})

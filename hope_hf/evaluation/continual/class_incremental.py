@@ -164,9 +164,10 @@ def rows(matrix: Matrix) -> list[Row]:
 
 
 def _row(matrix: Matrix, name: str, hits: Hits, classes: int) -> Row:
-    row = {"after": name, "n": sum(map(len, hits)), "chance": 1 / classes, **dict.fromkeys(matrix.groups)}
+    count = sum(map(len, hits))
+    row = {"after": name, "n": count, "chance": 1 / classes, **dict.fromkeys(matrix.groups)}
     for group, hits_of_group in zip(matrix.groups, hits, strict=False):
-        row[group] = mean_and_stderr(hits_of_group)[0]
+        row[group], _ = mean_and_stderr(hits_of_group)
     put(row, "average", average(hits))
     return row
 

@@ -188,7 +188,8 @@ def _prompt(
     before = [subject.start, *subject.encode(wording.before + haystack.before)]
     question = subject.encode(wording.question)
     needles = [subject.encode(haystack.separator + needle) for needle in wording.needles]
-    room = length - len(before) - sum(map(len, needles)) - len(question)
+    tokens_of_needles = sum(map(len, needles))
+    room = length - len(before) - tokens_of_needles - len(question)
     if room < 0:
         raise ValueError(
             f"--lengths is too short for the needles and the question of {task.name}: give at least {-room:,} tokens "

@@ -188,7 +188,8 @@ def describe(folder: Path, paths: list[Path]) -> dict[str, dict]:
     for path in sorted(filter(Path.is_file, paths)):
         with path.open("rb") as handle:
             os.fsync(handle.fileno())
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     return files
 
 

@@ -254,4 +254,7 @@ class _StateFiles:
 
 def _lies_within(entry: dict, shape: list[int]) -> bool:
     """Whether a tensor of this shape is a slice of the flat parameter that an entry of an index describes."""
-    return len(shape) == 1 and 0 <= entry["start"] <= entry["numel"] - shape[0]
+    if len(shape) != 1:
+        return False
+    last_start = entry["numel"] - shape[0]
+    return 0 <= entry["start"] <= last_start

@@ -230,8 +230,10 @@ def moved(ours: dict, theirs: dict) -> list[str]:
 
 def is_open(record: dict, identity: dict) -> bool:
     """Whether there may be work to do for a run of this record and identity: at another place may be other text."""
+    if not record["complete"]:
+        return True
     theirs = record["identity"]
-    return not record["complete"] or bool(differences(identity, theirs)) or bool(moved(identity, theirs))
+    return bool(differences(identity, theirs) or moved(identity, theirs))
 
 
 def require_same_run(
@@ -284,7 +286,9 @@ def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
     """A line for each changed place, and for each changed key that is no part of the schedule, after `step`."""
     is_same_text = before.get("data") == now.get("data")
     content = "with the same content" if is_same_text else "which is read from its first row on"
-    lines = [f"{name} was {before[name]} and is now {now[name]}, {content}." for name in moved(now, before)]
+    lines = []
+    for name in moved(now, before):
+        lines.append(f"{name} was {before[name]} and is now {now[name]}, {content}.")
     for name in names:
         if name not in Arguments.SCHEDULE:
             lines.append(

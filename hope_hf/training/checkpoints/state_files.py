@@ -83,7 +83,9 @@ def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[in
         tensors[name] = values.cpu().contiguous()
         return {"$tensor": name}
     if isinstance(value, dict):
-        items = {key: _pack(item, f"{name}.{key}", tensors, storages) for key, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            items[key] = _pack(item, f"{name}.{key}", tensors, storages)
         for key in items:
             if not isinstance(key, str) or key.startswith("$"):
                 return {"$dict": list(items.items())}
@@ -92,7 +94,9 @@ def _pack(value: object, name: str, tensors: dict[str, Tensor], storages: set[in
         items = value
         # The state of a random generator has hundreds of numbers.
         if not set(map(type, value)) <= {int, float}:
-            items = [_pack(item, f"{name}.{index}", tensors, storages) for index, item in enumerate(value)]
+            items = []
+            for index, item in enumerate(value):
+                items.append(_pack(item, f"{name}.{index}", tensors, storages))
         return items if isinstance(value, list) else {"$tuple": items}
     assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value)}"
     return value
@@ -128,8 +132,10 @@ def rng_state() -> dict:
 def restore_rng(state: dict) -> None:
     """Set this process's random generators as they were at `rng_state()`."""
     random.setstate(state["python"])
-    inner = state["numpy"]["state"]
-    np.random.set_state({**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}})
+    numpy_state = state["numpy"]
+    inner = numpy_state["state"]
+    key = np.array(inner["key"], dtype=np.uint32)
+    np.random.set_state(numpy_state | {"state": inner | {"key": key}})
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

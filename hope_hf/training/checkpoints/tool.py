@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
         print(_info(folder))
         return printed()
     manifest = verify(folder)
-    print(f"{folder} is whole: step {manifest.step}, {len(manifest.files)} files, {manifest.size:,} bytes.")
+    count = len(manifest.files)
+    print(f"{folder} is whole: step {manifest.step}, {count} files, {manifest.size:,} bytes.")
     if options.command == "consolidate":
         _consolidate(manifest, Path(options.to))
     return 0
@@ -80,7 +81,10 @@ def _info(folder: Path) -> str:
         raise ValueError(
             f"{folder} is not a finished checkpoint: its manifest.json or trainer.json cannot be read."
         ) from None
-    rows = [{"what": name, "value": str(value)} for name, value in facts.items() if value is not None]
+    rows = []
+    for name, value in facts.items():
+        if value is not None:
+            rows.append({"what": name, "value": str(value)})
     rows.append({"what": "size", "value": f"{manifest.size:,} bytes in {len(manifest.files)} files"})
     return f"{folder}\n\n{markdown_table(rows)}"
 

@@ -103,7 +103,8 @@ class WeightShards:
                 counts[index] += length
                 # The first process has copied its own slices.
                 if rank and length:
-                    distributed.recv(tensor.view(-1)[start : start + length], rank, self.group)
+                    part = tensor.view(-1)[start : start + length]
+                    distributed.recv(part, rank, self.group)
         assert counts == [tensor.numel() for tensor in self.whole.values()], "the processes do not have all elements"
 
     def _spans(self) -> list[tuple[int, int]]:
@@ -131,7 +132,9 @@ def take_shards(engine: Engine, buffers: HostBuffers | None = None) -> WeightSha
                 tensor = torch.empty(part.shape, dtype=values.dtype)
             else:
                 tensor = buffers.take(part.names[0], part.shape, values)
-            values = tensor.view(-1)[part.start : part.start + len(values)].copy_(values)
+            stop = part.start + len(values)
+            place = tensor.view(-1)[part.start : stop]
+            values = place.copy_(values)
             whole[part.names] = tensor
         else:
             if buffers is not None and not part.is_copy:
@@ -159,8 +162,9 @@ def weight_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None =
         names = [name for name in part.names if name not in left_out]
         values = part.tensors["weight"]
         if names and values.numel() and not part.is_copy:
-            tensors[names[0]] = writable(values) if copied is None else copied(names[0], values)
-            slices[names[0]] = {"shape": list(part.shape), "start": part.start}
+            first, *_ = names
+            tensors[first] = writable(values) if copied is None else copied(first, values)
+            slices[first] = {"shape": list(part.shape), "start": part.start}
     return WeightPart(tensors, slices)
 
 
@@ -198,7 +202,8 @@ def read_slices(into: Tensor, start: int, key: str, stored: Iterable[StoredSlice
         low = max(start, part.start)
         high = min(start + len(into), part.start + values.get_shape()[0])
         if low < high:
-            into[low - start : high - start].copy_(values[low - part.start : high - part.start])
+            found = values[low - part.start : high - part.start]
+            into[low - start : high - start].copy_(found)
             count += high - low
     if count != len(into):
         raise LookupError(f"{key} is not whole")
@@ -258,7 +263,8 @@ class WholeWeights(StoredWeights):
         last = math.ceil((start + len(into)) / row)
         stored = self._names[name]
         rows = self._files[stored].get_slice(stored)[first:last]
-        into.copy_(rows.reshape(-1)[start - first * row :][: len(into)])
+        from_start = rows.reshape(-1)[start - first * row :]
+        into.copy_(from_start[: len(into)])
 
     def read(self, name: str) -> Tensor:
         """A whole weight."""

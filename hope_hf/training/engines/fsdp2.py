@@ -86,8 +86,10 @@ class FSDP2(Engine):
         blocks = self._units()
         blocks.remove(self.wrapped)
         for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + self._prefetch])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - self._prefetch) : index][::-1])
+            following = blocks[index + 1 : index + 1 + self._prefetch]
+            before = blocks[max(0, index - self._prefetch) : index]
+            block.set_modules_to_forward_prefetch(following)
+            block.set_modules_to_backward_prefetch(before[::-1])
 
     def reduce_dtype(self, name: str) -> torch.dtype | None:
         # Whole gradients are accumulated in the dtype of their reduction.

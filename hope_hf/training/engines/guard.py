@@ -93,7 +93,8 @@ def code_fingerprint() -> str:
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
-        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes() + b"\0")
+        name = str(file.relative_to(package))
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -50,7 +50,8 @@ def rank_lines(accelerator: Accelerator, model: nn.Module) -> list[str]:
     for parameter in model.parameters():
         part = local_part(parameter)
         by_dtype[dtype_name(part.dtype)] += part.numel()
-    parts = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items()))
+    counts = [f"{count:,} {dtype}" for dtype, count in sorted(by_dtype.items())]
+    parts = ", ".join(counts)
     device = str(accelerator.device)
     if accelerator.device.type == "cuda":
         device += f" ({device_name(accelerator.device)})"

@@ -45,7 +45,9 @@ class _FlatSlice:
 
     def slice(self, names: tuple[str, ...], flat: dict[str, Tensor]) -> Slice:
         """The slices of the tensors `flat`, which have the layout of `self.flat`."""
-        values = {key: tensor.narrow(0, self.offset, self.length) for key, tensor in flat.items()}
+        values = {}
+        for key, tensor in flat.items():
+            values[key] = tensor.narrow(0, self.offset, self.length)
         # Stage 3 empties the parameter itself.
         shape = getattr(self.parameter, "ds_shape", self.parameter.shape)
         return Slice(names, shape, self.start, values, is_copy=False)

@@ -142,7 +142,8 @@ def check_disk(facts: Room) -> Result:
     written = 1 + ((left - 1) // options.checkpointing_steps if options.checkpointing_steps else 0)
     # The finished run writes the weights once more; the best model is replaced by a second one.
     weights = sizes.saved * (1 if options.keep_best == "none" else 3)
-    need, free = min(count * each - facts.used, written * each) + weights, facts.free.disk
+    need = min(count * each - facts.used, written * each) + weights
+    free = facts.free.disk
     count = min(count, written)
     needed = max(0, need)
     reason = f"{count} checkpoint(s) of {_gib(each)} and the weights need {_gib(needed)} more"

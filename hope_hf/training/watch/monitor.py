@@ -85,7 +85,8 @@ class Monitor:
     def step_begins(self, step: int) -> None:
         """`step`: the number of the one that begins, from 1."""
         self._step = step
-        self._logs = step in (1, self._plan.total_steps) or step % self._logging_steps == 0
+        is_end = step in (1, self._plan.total_steps)
+        self._logs = is_end or step % self._logging_steps == 0
         self._rows: dict = {}
         self._profile.step_begins(step)
         self._stopwatch.step_begins()

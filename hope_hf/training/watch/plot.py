@@ -124,11 +124,15 @@ def _draw_lines(axis, rows: list[dict], panel: Panel, numbers: list[int]) -> Non
     for index, number in enumerate(numbers):
         if panel.kind == "level":
             # Each level's line is narrower, since levels of one period coincide.
-            label, look = f"level {number}", {"color": f"C{number}", "lw": 1.5 * (len(numbers) - number)}
+            label = f"level {number}"
+            look = {"color": f"C{number}", "lw": 1.5 * (len(numbers) - number)}
         else:
-            label, look = f"layer {number}", {"color": viridis(index / max(1, len(numbers) - 1) * 0.9)}
+            label = f"layer {number}"
+            height = index / max(1, len(numbers) - 1)
+            look = {"color": viridis(height * 0.9)}
         for name, style in zip(panel.names, STYLES, strict=False):
-            _draw(axis, rows, f"{panel.kind}/{number}/{name}", linestyle=style, label=label, **look)
+            column = f"{panel.kind}/{number}/{name}"
+            _draw(axis, rows, column, linestyle=style, label=label, **look)
             label = None
     if LOGARITHMIC & set(panel.names):
         axis.set_yscale("log")
@@ -236,7 +240,10 @@ def _flags_of(folder: Path) -> dict:
 def _title(folders: list[str | Path]) -> str:
     """The run with its architecture; of several, their architectures."""
     kinds = " and ".join(dict.fromkeys(filter(None, map(_architecture, folders))))
-    name = as_label(Path(folders[0]).resolve().name) if len(folders) == 1 else f"{len(folders)} runs"
+    if len(folders) == 1:
+        name = as_label(Path(folders[0]).resolve().name)
+    else:
+        name = f"{len(folders)} runs"
     return f"{name} ({kinds})" if kinds else name
 
 

@@ -37,7 +37,8 @@ class Heartbeat:
 
     def beat(self, step: int, **values: float | None):
         """The process has finished `step`; `values` are its own, not those of all processes."""
-        self._lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
         self._wait()
 

@@ -134,7 +134,8 @@ class Tracker:
 
     def _require_folder(self):
         try:
-            there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+            opened = os.fstat(self._file.fileno())
+            there = os.path.samestat(opened, os.stat(self._path))
         except OSError:
             there = False
         if not there:
@@ -145,7 +146,8 @@ class Tracker:
 
     def tell(self, step: int, line: str):
         """Print a line about a step."""
-        self.say(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps} | {line}")
+        width = len(str(self._total_steps))
+        self.say(f"step {step:>{width}}/{self._total_steps} | {line}")
 
     def say(self, text: str):
         """Print on rank 0, above the progress bar if there is one."""
@@ -205,8 +207,11 @@ def _drop_rows_after(path: Path, step: int) -> list[dict]:
     """
     if not path.exists():
         return []
-    rows = [row for row in read_metrics(path.parent) if row["step"] <= step] if step else []
-    replace_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = []
+    if step:
+        rows = [row for row in read_metrics(path.parent) if row["step"] <= step]
+    lines = [f"{json.dumps(row)}\n" for row in rows]
+    replace_text(path, "".join(lines))
     return rows
 
 
