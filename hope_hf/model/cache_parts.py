@@ -233,7 +233,7 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
         """Count columns of padding in front of the text; no state depends on them."""
         if columns:
             past = self.past
-        self.past = past._replace(columns=past.columns + columns, is_uniform=False)
+            self.past = past._replace(columns=past.columns + columns, is_uniform=False)
 
     def keep_columns(self, real: Tensor) -> None:
         """Count the columns `real` [columns] of a single row alone."""
