@@ -311,7 +311,9 @@ def _require_one_document(
         return
     padding = attention_mask
     if padding is None:
-        padding = position_ids.new_ones(shape[0], int(cache.get_seq_length()) + shape[1])
+        batch_size, length = shape
+        columns = int(cache.get_seq_length()) + length
+        padding = position_ids.new_ones(batch_size, columns)
     if bool(later_begins(padding, position_ids).any()):
         raise ValueError(
             "position_ids begin a document after a cache that has read tokens, which 'full_attention' layers do not "

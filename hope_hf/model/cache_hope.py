@@ -74,7 +74,9 @@ class Snapshot(NamedTuple):
     @classmethod
     def of(cls, layers: list[CacheLayerMixin], others: dict[str, CachePart]) -> "Snapshot":
         """A snapshot with copies of these parts."""
-        copied_others = {name: copy.copy(part) for name, part in others.items()}
+        copied_others = {}
+        for name, part in others.items():
+            copied_others[name] = copy.copy(part)
         return cls(list(map(copy.copy, layers)), copied_others)
 
     @property

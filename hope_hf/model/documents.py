@@ -57,7 +57,8 @@ def read_documents(
     """
     batch_size, length = hidden_states.shape[:2]
     device = hidden_states.device
-    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != length):
+    is_row_of_call = position_ids is None or (position_ids.ndim == 2 and position_ids.shape[1] == length)
+    if not is_row_of_call:
         raise ValueError(
             f"position_ids has the shape {tuple(position_ids.shape)}, and (batch, {length}) is needed: give those "
             "of a single text as position_ids[None]"
@@ -152,7 +153,8 @@ def _check_agreement(positions: dict[str, Tensor], position_ids: Tensor | None, 
     starts = (positions[first] == 0) & real
     disagreements = {}
     for name in others:
-        disagreements[name] = starts != ((positions[name] == 0) & real)
+        other_starts = (positions[name] == 0) & real
+        disagreements[name] = starts != other_starts
     if position_ids is not None:
         # positions may also go on through all documents of a row
         begins = (position_ids == 0) & real

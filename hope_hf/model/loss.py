@@ -46,15 +46,16 @@ class _Loss(torch.autograd.Function):
             logits = hidden_chunk @ weight.mT
             largest = logits.amax(-1, keepdim=True).to(wide)
             below_largest = largest - logits.gather(-1, targets)
-            shares = torch.softmax(logits, -1, dtype=wide, out=logits if in_place else None)
+            place = logits if in_place else None
+            shares = torch.softmax(logits, -1, dtype=wide, out=place)
             # The largest share is 1 over the sum of exponentials. The target's may be 0 in float32.
             log_largest = shares.amax(-1, keepdim=True).log_()
             losses = below_largest - log_largest
             loss += losses.masked_fill_(ignored, 0.0).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            minus_one = shares.new_full((), -1.0).expand_as(targets)
             # softmax minus one-hot
+            minus_one = shares.new_full((), -1.0).expand_as(targets)
             grad_logits = shares.scatter_add_(-1, targets, minus_one)
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
@@ -79,8 +80,9 @@ class _Loss(torch.autograd.Function):
             grad_hidden = scaled.to(grad_hidden.dtype)
         if grad_weight is not None:
             scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            rows_of_gradient = grad_weight.split(_ROWS)
             rounded_rows = scaled.split(_ROWS)
-            for rows, rounded in zip(grad_weight.split(_ROWS), rounded_rows, strict=True):
+            for rows, rounded in zip(rows_of_gradient, rounded_rows, strict=True):
                 torch.mul(rows, scale, out=rounded)
             grad_weight = scaled
         return grad_hidden, grad_weight, None, None

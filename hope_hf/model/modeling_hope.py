@@ -204,7 +204,8 @@ class HopeModel(HopePreTrainedModel):
         self.rotary_emb = HopeRotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
         # read by every call
-        self.needs, self.has_state = config.needs, config.keeps_state
+        self.needs = config.needs
+        self.has_state = config.keeps_state
         self.post_init()
 
     @takes_cache
@@ -252,11 +253,14 @@ class HopeModel(HopePreTrainedModel):
         if forget_text is not None and call.hidden_states.shape[1] == 1:
             forget_text(self.layers, call.cache)
         hidden_states = call.hidden_states
-        if call.graph_from:
+        without_graph = range(call.graph_from)
+        with_graph = range(call.graph_from, len(self.layers))
+        if without_graph:
             with torch.no_grad():
-                hidden_states = self._read_blocks(call, hidden_states, range(call.graph_from))
-        hidden_states = self._read_blocks(call, hidden_states, range(call.graph_from, len(self.layers)))
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: call.cache})
+                hidden_states = self._read_blocks(call, hidden_states, without_graph)
+        hidden_states = self._read_blocks(call, hidden_states, with_graph)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: call.cache})
 
     def _read_blocks(self, call: Call, hidden_states: Tensor, indices: range) -> Tensor:
         """Hidden states [B, T, hidden_size] after some blocks, whose states go back to the layers of the cache."""
@@ -311,7 +315,10 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         times the forward cost of the mixers' own products (`HopeConfig.mixing_flops_per_token`). A test compares both
         with torch's counter, which leaves out triangular solves. Recomputation is not counted.
         """
-        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
+        matrices = 0
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "embed_tokens" not in name:
+                matrices += parameter.numel()
         if self.config.tie_word_embeddings:
             matrices += self.lm_head.weight.numel()
         return 6 * matrices + 3 * self.config.mixing_flops_per_token(sequence_length)

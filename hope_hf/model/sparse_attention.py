@@ -249,7 +249,8 @@ class HopeSparseAttention(Mixer, nn.Module):
         output, after, selection = result
         if selects:
             self.sparse_statistics.add(selection, self.sizes.top_k)
-        return self.o_proj(output.to(hidden_states.dtype)), after
+        output = output.to(hidden_states.dtype)
+        return self.o_proj(output), after
 
     def inputs(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> SparseInputs:
         """What `read_text` reads of `hidden_states` [B, T, hidden_size] and of the parameters."""
@@ -260,14 +261,17 @@ class HopeSparseAttention(Mixer, nn.Module):
         conv_weights = []
         for convolution in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
             conv_weights.append(convolution(raw.dtype).flatten(1))
+        # [K, 1, 1, C]
+        conv_weights = torch.cat(conv_weights, dim=-1)[:, None, None]
+        scale = self.config.head_dim**-0.5
         cos, sin = angles
         return SparseInputs(
             raw=raw,
             gates=self.branch_gates(hidden_states),
             cos=cos,
             sin=sin,
-            conv_weights=torch.cat(conv_weights, dim=-1)[:, None, None],
-            query_norm=self.q_norm(raw.dtype) * self.config.head_dim**-0.5,
+            conv_weights=conv_weights,
+            query_norm=self.q_norm(raw.dtype) * scale,
             key_norm=self.k_norm(raw.dtype),
             key_weights=self.k_compress(),
             value_weights=self.v_compress(),
@@ -290,7 +294,8 @@ class HopeSparseAttention(Mixer, nn.Module):
         if read is not None:
             read_selected = partial(read_selected_fla, dtype=operands)
             read_by_kernel = partial(read, selected_by=read_selected)
-        kernel = Kernel(read_by_kernel, partial(_obstacle, query, base, self.sizes))
+        obstacle = partial(_obstacle, query, base, self.sizes)
+        kernel = Kernel(read_by_kernel, obstacle)
         return choose("sparse_attention", self.kernels, kernel, read, self.kernel_fallbacks, query.device)
 
     @staticmethod

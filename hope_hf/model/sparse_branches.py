@@ -78,10 +78,7 @@ class SparseKeys(NamedTuple):
 
 
 def make_qkv(
-    inputs: SparseInputs,
-    tail: Tensor,
-    span: ChunkSpan,
-    sizes: SparseSizes,
+    inputs: SparseInputs, tail: Tensor, span: ChunkSpan, sizes: SparseSizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rotated, scaled queries [B, H, G, S, D], keys and values [B, H, S, D], and the tail for the next span.
 
@@ -96,46 +93,38 @@ def make_qkv(
     query = F.rms_norm(query, (width,), inputs.query_norm, sizes.epsilon)
     key = F.rms_norm(key, (width,), inputs.key_norm, sizes.epsilon)
     query, key = apply_rotary_pos_emb(query, key, inputs.cos, inputs.sin)
-    return query.unflatten(1, (sizes.key_heads, -1)), key, value, tail
+    query = query.unflatten(1, (sizes.key_heads, -1))
+    return query, key, value, tail
 
 
 def compress(slots: Tensor, weight: Tensor) -> Tensor:
     """Slots [B, H, R, D] summed with weights [H, stride, D] to one per stride: [B, H, R / stride, D]."""
+    # [B, H, R / stride, stride, D]
     strides = slots.unflatten(2, (-1, weight.shape[1]))
-    return (strides * weight.to(slots.dtype).unsqueeze(1)).sum(3)
+    weight = weight.to(slots.dtype).unsqueeze(1)
+    return (strides * weight).sum(3)
 
 
-def sees_stride(
-    start: Tensor,
-    at: Tensor,
-    first: Tensor | None,
-    stride: int,
-) -> Tensor:
+def sees_stride(start: Tensor, at: Tensor, first: Tensor | None, stride: int) -> Tensor:
     """Whether a query at slot `at` sees the compressed key of the stride that begins at slot `start`.
 
     `first` is the first slot of the query's document, `None` if that is 0. All broadcast.
     """
     is_complete = start + stride <= at + 1
-    return is_complete if first is None else is_complete & (start >= first)
+    if first is None:
+        return is_complete
+    return is_complete & (start >= first)
 
 
-def sees_window(
-    slot: Tensor,
-    at: Tensor,
-    first: Tensor | None,
-    window: int,
-) -> Tensor:
+def sees_window(slot: Tensor, at: Tensor, first: Tensor | None, window: int) -> Tensor:
     """Whether the last `window` slots of a query at slot `at` contain `slot`; `first` as in `sees_stride`."""
     is_near = (slot <= at) & (slot > at - window)
-    return is_near if first is None else is_near & (slot >= first)
+    if first is None:
+        return is_near
+    return is_near & (slot >= first)
 
 
-def select_blocks(
-    attention: Tensor,
-    at: Tensor,
-    first: Tensor,
-    sizes: SparseSizes,
-) -> Tensor:
+def select_blocks(attention: Tensor, at: Tensor, first: Tensor, sizes: SparseSizes) -> Tensor:
     """The blocks that each query selects [B, H, N, X], -1 for none.
 
     The query's own block comes first, then its document's first one, the one before its own, and those with the
@@ -146,6 +135,7 @@ def select_blocks(
         at, first: slot of the query, and of its document's first token [B or 1, N].
     """
     strides = sizes.block // sizes.stride
+    # [B, H, N, blocks]
     scores = attention.unflatten(-1, (-1, strides)).sum(-1)
     block = torch.arange(scores.shape[-1], device=scores.device)
     own_block = at[:, None, :, None] // sizes.block
@@ -164,49 +154,38 @@ def select_blocks(
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the entries of the last axis where `mask` is true, 0 elsewhere and in rows without such entries."""
+    is_hidden = ~mask
     lowest = torch.finfo(scores.dtype).min
-    attention = scores.masked_fill(~mask, lowest).softmax(-1)
-    return attention.masked_fill(~mask, 0.0)
+    attention = scores.masked_fill(is_hidden, lowest).softmax(-1)
+    return attention.masked_fill(is_hidden, 0.0)
 
 
 def read_compressed(
-    queries: Tensor,
-    text: SparseKeys,
-    at: Tensor,
-    first: Tensor,
-    stride: int,
+    queries: Tensor, text: SparseKeys, at: Tensor, first: Tensor, stride: int
 ) -> tuple[Tensor, Tensor]:
     """Reads [B, H, G, N, D], and the attention summed over the heads that share a key [B, H, N, Z]."""
+    # the same for all heads that share a key
+    keys = text.compressed_keys.unsqueeze(2)
+    values = text.compressed_values.unsqueeze(2)
     number = text.compressed_keys.shape[2]
     start = torch.arange(number, device=at.device) * stride
     mask = sees_stride(start, at[..., None], first[..., None], stride)
-    scores = queries @ text.compressed_keys.unsqueeze(2).mT
+    scores = queries @ keys.mT
     attention = masked_softmax(scores, mask[:, None, None])
-    reads = attention @ text.compressed_values.unsqueeze(2)
+    reads = attention @ values
     return reads, attention.detach().sum(2)
 
 
-def read_blocks(
-    queries: Tensor,
-    text: SparseKeys,
-    at: Tensor,
-    blocks: Tensor,
-    size: int,
-) -> Tensor:
+def read_blocks(queries: Tensor, text: SparseKeys, at: Tensor, blocks: Tensor, size: int) -> Tensor:
     """Reads [B, H, G, N, D] of the blocks [B, H, N, X] of that size, -1 for none."""
     blocks = blocks.unsqueeze(-1)
     slots = blocks * size + torch.arange(size, device=at.device)
-    mask = (blocks >= 0) & (slots <= at[:, None, :, None, None])
+    is_past = slots <= at[:, None, :, None, None]
+    mask = (blocks >= 0) & is_past
     return _read_slots(queries, text, slots.flatten(3), mask.flatten(3))
 
 
-def read_window(
-    queries: Tensor,
-    text: SparseKeys,
-    at: Tensor,
-    first: Tensor,
-    window: int,
-) -> Tensor:
+def read_window(queries: Tensor, text: SparseKeys, at: Tensor, first: Tensor, window: int) -> Tensor:
     """Reads [B, H, G, N, D] of the last `window` slots."""
     at = at.unsqueeze(-1)
     slots = at + torch.arange(1 - window, 1, device=at.device)
@@ -218,17 +197,16 @@ def read_window(
     return _read_slots(queries, text, slots, mask)
 
 
-def _read_slots(
-    queries: Tensor,
-    text: SparseKeys,
-    slots: Tensor,
-    mask: Tensor,
-) -> Tensor:
+def _read_slots(queries: Tensor, text: SparseKeys, slots: Tensor, mask: Tensor) -> Tensor:
     """Reads [B, H, G, N, D] of each query's slots [B, H, N, M] where `mask` is true."""
+    _, _, number, slots_of_query = slots.shape
     index = slots.clamp(min=0).flatten(2).unsqueeze(-1)
     index = index.expand(-1, -1, -1, queries.shape[-1])
-    keys = text.keys.gather(2, index).unflatten(2, slots.shape[2:])
-    values = text.values.gather(2, index).unflatten(2, slots.shape[2:])
+    keys = text.keys.gather(2, index)
+    values = text.values.gather(2, index)
+    # [B, H, N, M, D]
+    keys = keys.unflatten(2, (number, slots_of_query))
+    values = values.unflatten(2, (number, slots_of_query))
     # [B, H, N, G, D]: each query has keys of its own
     scores = queries.transpose(2, 3) @ keys.mT
     attention = masked_softmax(scores, mask.unsqueeze(3))
