@@ -151,13 +151,23 @@ class Conversation:
         begins = self.transcript.begins
         if not self.recall or not begins:
             return []
-        return self.cache.recall(message, self.tokenizer, stop=begins)
+        passages = self.cache.recall(message, self.tokenizer, stop=begins)
+        window = self.model.config.sliding_window
+        # the best one alone is better than no answer
+        while window is not None and len(passages) > 1 and len(self._behind(passages, message)) > window:
+            passages.pop()
+        return passages
+
+    def _behind(self, passages: list[Passage], message: str) -> list[int]:
+        """The tokens of a message with passages in front."""
+        prompt = _WITH_PASSAGES.format(passages=join_passages(passages).strip(), message=message)
+        _, ids = self._continued(prompt)
+        return ids
 
     def _generate_with_passages(self, message: str, ids: list[int], passages: list[Passage]) -> list[int]:
         """The answer to a message, whose tokens are `ids`, after passages, which the cache has not read at the end."""
         before = self.cache.snapshot()
-        prompt = _WITH_PASSAGES.format(passages=join_passages(passages).strip(), message=message)
-        _, ids_with_passages = self._continued(prompt)
+        ids_with_passages = self._behind(passages, message)
         window = self.model.config.sliding_window
         if window is not None and len(ids_with_passages) > window:
             raise ValueError(

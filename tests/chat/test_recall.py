@@ -125,3 +125,19 @@ def test_sources_of_the_program(chat, book, tmp_path, folder, tokenizer):
     assert status == 2 and "start with --recall" in errors
     status, _, errors = chat("--recall", "--no_archive", typed="w10\n")
     assert status == 2 and "--recall searches" in errors
+
+
+@pytest.mark.parametrize("window, passages", [(400, 2), (110, 1), (40, 0)])
+def test_passages_that_fit_into_the_window(tiny_model, tokenizer, window, passages):
+    """Of two the best one is read if the window is short; if not even that fits, one sentence says so."""
+    kinds = dict(layer_types=["window_attention"] * 2, sliding_window=window, attention_sinks=2, eos_token_id=62)
+    recalls = module.Conversation(tiny_model(**kinds), tokenizer, recall=True, max_new_tokens=2, do_sample=False)
+    read_text(recalls, "book", TEXT)
+    tokens = recalls.cache.get_seq_length()
+    if passages:
+        recalls.say("w10 w58")
+        assert len(recalls.sources) == passages
+        return
+    with pytest.raises(ValueError, match="window of the model 40: .* leave --recall out"):
+        recalls.say("w10 w58")
+    assert recalls.cache.get_seq_length() == tokens
