@@ -8,7 +8,7 @@ half. Words are lower-cased, without diacritics, and stemmed as English ones. In
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -117,10 +117,12 @@ class PassageIndex:
     def _find_ends(self, columns: Tensor) -> None:
         """Add to the tokens that end a sentence or a line those of new columns [T]."""
         ids = columns[columns != EMPTY] % BEGINS
-        new = [token for token in ids.unique().tolist() if token not in self._known]
-        self._known.update(new)
+        new = set(ids.unique().tolist()) - self._known
+        self._known |= new
         texts = self._decoded([[token] for token in new])
-        self._ends.update(token for token, text in zip(new, texts, strict=True) if _END.search(text))
+        for token, text in zip(new, texts, strict=True):
+            if _END.search(text):
+                self._ends.add(token)
 
     def _drop_unfinished(self) -> int:
         """Drop the last passage, which may go on, and return the column where indexing begins again."""
@@ -160,7 +162,8 @@ class PassageIndex:
         most = len(self._spans) / 2
         rare = []
         common = []
-        for term in dict.fromkeys(term for word in words for term in _terms(word)):
+        terms = chain.from_iterable(map(_terms, words))
+        for term in dict.fromkeys(terms):
             (count,) = self._database.execute(_COUNT, (term,)).fetchone()
             if count > most:
                 common.append(term)
