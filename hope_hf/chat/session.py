@@ -129,7 +129,7 @@ class Session:
         lines = [
             f"read     {self._tokens()}",
             f"state    {conversation.state_size}",
-            f"archive  {conversation.archive_bytes / 1e6:,.1f} MB",
+            f"archive  {conversation.archive_bytes / 1e6:,.2f} MB",
         ]
         if levels is None:
             lines.append("learned  nothing")
