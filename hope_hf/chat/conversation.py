@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from hope_hf import HopeCache, Passage, join_passages
 from hope_hf.data import Chat, ChatTemplate, plain_ids
 
-# How passages are read before a message, by the table in docs/convert.md.
+# How passages are read before a message, by a table in docs/log/passages.md.
 _WITH_PASSAGES = 'Passage:\n"{passages}"\n\nQuestion: {message}'
 # More tokens than any window holds.
 _LONG = 1 << 30
