@@ -142,8 +142,9 @@ class Archive(CachePart):
         tokens = self._tokens
         begins = tokens >= BEGINS
         ids = torch.where(begins, tokens - BEGINS, tokens)
-        # asked of the ids, since a vocabulary may have grown
-        if (ids >= _EMPTY_16).any():
+        # asked of the ids, since a vocabulary may have grown; on the meta device they have no values
+        is_wide = not tokens.is_meta and bool((ids >= _EMPTY_16).any())
+        if is_wide:
             return {"tokens": tokens}
         ids = torch.where(ids == EMPTY, _EMPTY_16, ids)
         return {"tokens": ids.to(torch.uint16), "begins": begins}
