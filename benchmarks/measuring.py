@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from hope_hf import CACHE_NAME
 from hope_hf.common.objective import can_skip_logits, summed_loss
+from hope_hf.model.archive import Archive
 
 # Operators that only return a view of a tensor, or allocate one.
 VIEWS = frozenset(
@@ -137,7 +138,10 @@ def read(network: nn.Module, context: torch.Tensor) -> None:
 
 
 def held_bytes(cache) -> int:
-    """Bytes of all tensors that a cache of any kind refers to, each storage once."""
+    """Bytes of all tensors that a cache of any kind refers to, each storage once, without a HOPE's archive.
+
+    No call reads the archive: it holds words for a search, and could be elsewhere.
+    """
     storages, seen, pending = {}, set(), [cache]
     while pending:
         part = pending.pop()
@@ -147,6 +151,8 @@ def held_bytes(cache) -> int:
         if isinstance(part, torch.Tensor):
             storage = part.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(part, Archive):
+            continue
         elif isinstance(part, dict):
             pending.extend(part.values())
         elif isinstance(part, (list, tuple)):

@@ -150,7 +150,7 @@ class Mixers:
 
     def step(self, model: HopeModel, hidden_states: torch.Tensor) -> None:
         if "blocks" in model.config.needs:
-            context = plan_tokens(model, hidden_states, None, Documents(None, None), None)
+            context = plan_tokens(model, hidden_states, Documents(None, None), None)
         else:
             angles = model.rotary_emb(hidden_states, position_ids=torch.arange(hidden_states.shape[1])[None])
             context = {"attention_mask": None, "position_embeddings": angles}

@@ -498,6 +498,7 @@ def learning_rate_search(
     ```python
     >>> import torch
     >>> from hope_hf import HopeConfig, HopeForCausalLM, LevelLearning, learning_rate_search
+    >>> _ = torch.manual_seed(1)
     >>> fields = LevelLearning(periods=[16])
     >>> config = HopeConfig(
     ...     vocab_size=50, hidden_size=64, num_hidden_layers=2, level_periods=[16], level_learning=fields

@@ -34,7 +34,17 @@ _END = re.compile(r"[.!?。！？؟।]['\"”’)」』]*\s*$|\n")
 
 
 class Passage(NamedTuple):
-    """A piece of what was read."""
+    """A piece of what was read.
+
+    Example:
+
+    ```python
+    >>> from hope_hf import Passage
+    >>> passage = Passage(text="The queen of Arle likes fish.", start=5, stop=12, score=2.5)
+    >>> passage.overlaps(Passage(text=" fish. An old man", start=10, stop=15, score=1.0))
+    True
+    ```
+    """
 
     text: str
     # the columns of the cache that hold its tokens
@@ -246,7 +256,19 @@ def spans_of_passages(ids: list[int], ends: set[int], tokens: int) -> Iterator[r
 
 
 def join_passages(passages: list[Passage]) -> str:
-    """Passages as they are read before a question, the best one last."""
+    """Passages as they are read before a question, the best one last.
+
+    Example:
+
+    ```python
+    >>> from hope_hf import Passage, join_passages
+    >>> best, second = Passage("A ship sinks.", 7, 11, 2.5), Passage("His dog sleeps.", 0, 4, 1.0)
+    >>> print(join_passages([best, second]).rstrip())
+    His dog sleeps.
+    <BLANKLINE>
+    A ship sinks.
+    ```
+    """
     context = ""
     for passage in reversed(passages):
         context += f"{passage.text.strip()}\n\n"
