@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hope_hf import HopeCache, join_passages
 from hope_hf.common.results import markdown_table
 from hope_hf.evaluation.recall.answers import FORMS, answers_of
-from hope_hf.evaluation.recall.facts import Fact, TextWithFacts, text_with_facts
+from hope_hf.evaluation.recall.facts import TextWithFacts, text_with_facts
 
 SIZES = ("48x1", "64x1", "96x1", "128x1", "48x2", "64x2", "96x2", "64x3")
 LENGTH = 4096
@@ -67,18 +67,12 @@ def read(name: str, text_file: str, seed: int) -> Reader:
     return Reader(model, tokenizer, cache, text)
 
 
-def groups(facts: list[Fact]) -> Iterator[list[Fact]]:
-    """The facts of each kind."""
-    for kind in sorted({fact.kind for fact in facts}):
-        yield [fact for fact in facts if fact.kind == kind]
-
-
 def scored(reader: Reader, size: str) -> dict:
     """A row of the first table."""
     row = {"size": size}
     for form, prompt_of in FORMS.items():
         right, spelled, found, lengths = [], [], [], []
-        for facts in groups(reader.text.facts):
+        for facts in reader.text.facts_by_kind():
             prompts = []
             for fact in facts:
                 passages = reader.passages(getattr(fact, form), size)

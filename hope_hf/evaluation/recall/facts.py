@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,13 @@ class TextWithFacts:
     ids: list[int]
     facts: list[Fact]
     stops: list[int]
+
+    def facts_by_kind(self) -> list[list[Fact]]:
+        """The facts of each kind, whose answers are each other's wrong ones."""
+        kinds = defaultdict(list)
+        for fact in self.facts:
+            kinds[fact.kind].append(fact)
+        return list(kinds.values())
 
 
 def make_facts(seed: int) -> list[Fact]:

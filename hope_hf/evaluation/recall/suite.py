@@ -193,7 +193,7 @@ def _measure(measurement: Measurement, subject: Subject, reading: Reading, lengt
     with frozen:
         loss = _read(reading, cache, text.ids)
         measurement.losses[length, reading.name].append(loss)
-        for asked, form, facts in product(reading.asked, FORMS, _by_kind(text.facts)):
+        for asked, form, facts in product(reading.asked, FORMS, text.facts_by_kind()):
             prompts = []
             for fact in facts:
                 prompt = FORMS[form](fact)
@@ -204,14 +204,6 @@ def _measure(measurement: Measurement, subject: Subject, reading: Reading, lengt
             answers = [fact.answer for fact in facts]
             measured = answers_of(reading.model, subject.tokenizer, cache, prompts, answers)
             measurement.tallies[length, asked, form].add(measured)
-
-
-def _by_kind(facts: list[Fact]) -> list[list[Fact]]:
-    """The facts of each kind."""
-    kinds = defaultdict(list)
-    for fact in facts:
-        kinds[fact.kind].append(fact)
-    return list(kinds.values())
 
 
 def _read(reading: Reading, cache: HopeCache, ids: list[int]) -> float:
