@@ -237,14 +237,14 @@ class HopeCache(Rows, DynamicCache):
             ValueError: nothing was read, or archived; another tokenizer; no such row; Python's SQLite cannot search.
         """
         check_search(question, tokenizer, tokens, pieces)
-        columns = self.archive.tokens.cpu()
+        columns = self.archive.tokens
         if not self.archive.is_kept:
             raise ValueError("the cache keeps no archive to recall from: make it with HopeCache(config, archive=True)")
         if not columns.numel():
             raise ValueError("the cache has read nothing that it could recall: give it to the model with a text first")
         if row not in range(len(columns)):
             raise ValueError(f"row is {row}, and the cache has {len(columns)}: give one of 0 to {len(columns) - 1}")
-        searched = columns[row, :stop]
+        searched = columns[row, :stop].cpu()
         index = self._indices.get((row, tokens))
         if index is None or not index.is_of(tokenizer, searched):
             self._indices[row, tokens] = index = PassageIndex(tokenizer, tokens)

@@ -90,8 +90,10 @@ class PassageIndex:
         """
         if len(row) == len(self._indexed):
             return
-        self._require_known(row)
-        self._find_ends(row[len(self._indexed) :])
+        new_columns = row[len(self._indexed) :]
+        new_ids = new_columns[new_columns != EMPTY] % BEGINS
+        self._require_known(new_ids)
+        self._find_ends(new_ids)
         first_column = self._drop_unfinished()
         self._indexed = row
         first_number = len(self._spans)
@@ -111,9 +113,8 @@ class PassageIndex:
             return []
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _require_known(self, row: Tensor) -> None:
-        """ValueError if the tokenizer lacks a token of a row [T]."""
-        ids = row[row != EMPTY] % BEGINS
+    def _require_known(self, ids: Tensor) -> None:
+        """ValueError if the tokenizer lacks one of the tokens [N]."""
         known = len(self.tokenizer)
         if (ids >= known).any():
             # ids of a vocabulary may have holes
@@ -124,9 +125,8 @@ class PassageIndex:
                 "the model that read the text"
             )
 
-    def _find_ends(self, columns: Tensor) -> None:
-        """Add to the tokens that end a sentence or a line those of new columns [T]."""
-        ids = columns[columns != EMPTY] % BEGINS
+    def _find_ends(self, ids: Tensor) -> None:
+        """Add to the tokens that end a sentence or a line those of the tokens [N]."""
         new = set(ids.unique().tolist()) - self._known
         self._known |= new
         texts = self._decoded([[token] for token in new])
