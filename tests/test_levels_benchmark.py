@@ -56,7 +56,7 @@ def test_the_cases_are_measured_and_printed(folder, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(cases, "FINE_TUNING", dict(list(cases.FINE_TUNING.items())[:1]))
     flags = ["--model", str(folder / "model"), "--data_dir", str(folder), "--shorten", "256", "--dtype", "float32"]
     results = tmp_path / "levels.jsonl"
-    names = ["novel", "original", "segments", "hostile", "saved", "own"]
+    names = ["novel", "original", "segments", "hostile", "saved", "own", "widths"]
     assert main([*names, *flags, "--results", str(results)]) == 0
     rows = {}
     for line in results.read_text().splitlines():

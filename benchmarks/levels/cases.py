@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from benchmarks.levels.bench import MB, Bench, mean, measured, piece_of
-from benchmarks.levels.reading import Reading, TrainedReading, read_in_turn
+from benchmarks.levels.reading import FROZEN, LEARNING, Reading, TrainedReading, frozen_and_learning, read_in_turn
 from benchmarks.measuring import resident_kib
 from hope_hf import HopeCache
 
@@ -25,12 +24,8 @@ FINE_TUNING = {
     **{f"AdamW {rate:g}": partial(torch.optim.AdamW, lr=rate, weight_decay=0.0) for rate in (1e-5, 3e-5, 1e-4)},
 }
 FORMS = ("float32", "bfloat16", "int8")
-FROZEN, LEARNING, EVERYWHERE = "frozen", "learning", "learning, all blocks"
+EVERYWHERE = "learning, all blocks"
 ORIGINAL, WINDOW = "original, full attention", "window"
-
-
-def frozen_and_learning(model: PreTrainedModel) -> dict[str, Reading]:
-    return {FROZEN: Reading(model), LEARNING: Reading(model, learn=True)}
 
 
 def novel(bench: Bench) -> Iterator[dict]:

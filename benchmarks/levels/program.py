@@ -14,6 +14,7 @@
 | hostile | 8,192 tokens of nonsense, then 2,048 of the novel without learning |
 | saved | 6,144 tokens of the novel, saved in three forms, and 2,048 more in a new process |
 | classes | labelled sentences of CLINC150, group by group |
+| widths | 16K tokens of the novel with windows of 512 and 1,024, each frozen and learning |
 | window | 64K tokens of Moby Dick with a window of 512 tokens, 24K with 1,024; 16K without sinks |
 | own | a HOPE with memories that was trained here, on held-out text, at four rates |
 
@@ -47,6 +48,7 @@ CASES: dict[str, Callable[[Bench], Iterator[dict]]] = {
     "classes": small.classes,
     "own": small.own,
     "window": windows.window,
+    "widths": windows.widths,
 }
 
 

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
 
+FROZEN, LEARNING = "frozen", "learning"
+
 
 class Reading:
     """One sequence that a model reads.
@@ -79,6 +81,11 @@ class TrainedReading(Reading):
             for weight, master in zip(self.weights, self.masters, strict=True):
                 weight.copy_(master)
         return loss.item()
+
+
+def frozen_and_learning(model: PreTrainedModel) -> dict[str, Reading]:
+    """The two readings of a model, by the names that the tables give them."""
+    return {FROZEN: Reading(model), LEARNING: Reading(model, learn=True)}
 
 
 def read_in_turn(

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.levels.cases import EVERYWHERE, FROZEN, LEARNING, ORIGINAL, WINDOW
+from benchmarks.levels.cases import EVERYWHERE, ORIGINAL, WINDOW
+from benchmarks.levels.reading import FROZEN, LEARNING
 from benchmarks.levels.small import FROZEN_MEMORIES, LIVE_MEMORIES
+from benchmarks.levels.windows import WIDTHS
 
 # Pieces of which the picture draws the mean.
 SMOOTHED = 4
@@ -49,11 +51,20 @@ def _novel(found: Found) -> list[tuple[str, str]]:
 
 
 def _original(found: Found) -> list[tuple[str, str]]:
+    return _beside(f"{ORIGINAL}, {FROZEN}", found)
+
+
+def _widths(found: Found) -> list[tuple[str, str]]:
+    return _beside(f"window of {WIDTHS[0]}, {FROZEN}", found)
+
+
+def _beside(name: str, found: Found) -> list[tuple[str, str]]:
+    """A line for each reading: its losses and its time over those of the reading `name` of the same text."""
     lines = []
     for row in found.values():
-        source = found[f"{ORIGINAL}, {FROZEN} {row['of']}"]
-        loss, last_quarter = change(row, source, "loss"), change(row, source, "last_quarter")
-        seconds = f"{row['cpu_seconds'] / source['cpu_seconds']:.2f}"
+        first = found[f"{name} {row['of']}"]
+        loss, last_quarter = change(row, first, "loss"), change(row, first, "last_quarter")
+        seconds = f"{row['cpu_seconds'] / first['cpu_seconds']:.2f}"
         measure = f"{row['of']}, {row['tokens']:,} tokens, {row['what']}"
         lines.append((measure, f"{loss}; last quarter {last_quarter}; CPU time {seconds}"))
     return lines
@@ -138,6 +149,7 @@ def _window(found: Found) -> list[tuple[str, str]]:
 WRITERS = {
     "novel": _novel, "original": _original, "long": _long, "segments": _segments, "dynamic": _dynamic,
     "hostile": _hostile, "saved": _saved, "classes": _classes, "own": _own, "window": _window,
+    "widths": _widths,
 }  # fmt: skip
 
 

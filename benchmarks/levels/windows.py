@@ -1,11 +1,11 @@
-"""How far a window goes: a novel read beyond the length that the model was trained with, with sinks and without."""
+"""What a window's width is worth, and how far one goes: a novel read beyond the length of the model's training."""
 
 from collections.abc import Iterator
 
 from transformers import AutoConfig
 
 from benchmarks.levels.bench import MB, Bench, mean, measured
-from benchmarks.levels.reading import Reading, read_in_turn
+from benchmarks.levels.reading import Reading, frozen_and_learning, read_in_turn
 from benchmarks.measuring import resident_kib
 from hope_hf import HopeCache
 
@@ -13,6 +13,22 @@ from hope_hf import HopeCache
 TRAINED, PIECE = 8192, 512
 # Tokens of the window, sinks, and tokens read.
 WINDOWS = ((512, 4, 65_536), (512, 0, 16_384), (1024, 4, 24_576), (1024, 0, 16_384))
+
+WIDTHS = (512, 1024)
+
+
+def widths(bench: Bench) -> Iterator[dict]:
+    """16K tokens of the novel with windows of two widths, each frozen and learning, in turn."""
+    readings = {}
+    for width in WIDTHS:
+        model = bench.load(sliding_window=bench.tokens(width))
+        for name, reading in frozen_and_learning(model).items():
+            readings[f"window of {width}, {name}"] = reading
+    ids = bench.ids("novel", bench.tokens(16_384))
+    piece = bench.tokens(PIECE)
+    read_in_turn(readings.values(), ids, piece)
+    for name, reading in readings.items():
+        yield {"what": name, "of": bench.novel.stem} | measured(reading, piece)
 
 
 def window(bench: Bench) -> Iterator[dict]:
