@@ -1,7 +1,6 @@
 """One program, `hope-hf`: it finds the command that is named, and hands it the other words.
 
-A module beside the package: importing `hope_hf` registers HOPE with the Auto classes of transformers, which loads
-torch and takes seconds. `hope-hf --help` and a misspelled command load neither.
+Nothing is imported at the top: a program's flags are read before torch and transformers, whose imports take seconds.
 """
 
 import difflib

@@ -1,34 +1,35 @@
-"""HOPE (Nested Learning) as a Hugging Face model: importing this package registers it with the Auto classes."""
+"""HOPE (Nested Learning) as a Hugging Face model: importing this package registers it with the Auto classes.
 
-# Imported first, since the other imports take seconds.
+`import hope_hf` itself loads neither torch nor transformers, so that programs read their flags at once. What the names
+below stand for is imported when one is first used, or when transformers looks for the model (`registration.py`).
+"""
+
+from typing import TYPE_CHECKING
+
+# Imported first: a program's Ctrl-C is then one sentence, also while the other imports take seconds.
 from .interrupt import while_importing as while_importing
 
 # isort: split
-import transformers
+from .registration import register_on_use
 
-from .fast import PATHS as _fast_paths  # noqa: F401  importing registers them
-from .frozen import frozen_memories
-from .model.cache_hope import CACHE_NAME, HopeCache
-from .model.configuration_hope import PRESETS, HopeConfig
-from .model.level_learning import LevelLearning
-from .model.level_reading import learning_rate_search
-from .model.modeling_hope import (
-    AUTO_CLASSES,
-    HopeForCausalLM,
-    HopeForQuestionAnswering,
-    HopeForSequenceClassification,
-    HopeForTokenClassification,
-    HopeModel,
-    HopePreTrainedModel,
-)
-from .model.recall import Passage, join_passages
-
-transformers.AutoConfig.register("hope", HopeConfig, exist_ok=True)
-HopeConfig.register_for_auto_class()
-for auto, model_class in AUTO_CLASSES.items():
-    getattr(transformers, auto).register(HopeConfig, model_class, exist_ok=True)
-    model_class.register_for_auto_class(auto)
-del auto, model_class
+if TYPE_CHECKING:
+    from .registered import (
+        CACHE_NAME,
+        PRESETS,
+        HopeCache,
+        HopeConfig,
+        HopeForCausalLM,
+        HopeForQuestionAnswering,
+        HopeForSequenceClassification,
+        HopeForTokenClassification,
+        HopeModel,
+        HopePreTrainedModel,
+        LevelLearning,
+        Passage,
+        frozen_memories,
+        join_passages,
+        learning_rate_search,
+    )
 
 __version__ = "0.1.0"
 
@@ -49,3 +50,18 @@ __all__ = [
     "join_passages",
     "learning_rate_search",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import hope_hf.registered as registered
+
+    return getattr(registered, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_on_use()

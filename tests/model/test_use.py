@@ -87,7 +87,7 @@ import time
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 import torch.utils.checkpoint, transformers.modeling_layers, transformers.generation
 start = time.process_time()
-import hope_hf
+from hope_hf import HopeModel
 print(time.process_time() - start)
 """
 
