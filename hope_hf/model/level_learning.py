@@ -295,13 +295,15 @@ def step(delta: Tensor, gradient: Tensor, norm: Tensor, learning: LevelLearning,
         gradient = torch.where(takes_step, gradient, 0.0)
     root_of_entries = gradient[0].numel() ** 0.5
     size = learning.rate * norm / root_of_entries * strength
-    moved = torch.addcmul(delta, normalised(gradient), size, value=-1)
+    even = normalised(gradient)
+    # in the memory of U: a fresh one costs more time than the sum
+    moved = torch.addcmul(delta, even, size, value=-1, out=even)
     tiny = torch.finfo(delta.dtype).tiny
     drift = _norms(moved, dim=(1, 2)).clamp_min(tiny)
     factor = (learning.drift * norm / drift).clamp(max=1.0)
     # a row without a step is inside the bound already
     exceeds = bool((factor < 1).any())
-    return moved * factor if exceeds else moved
+    return moved.mul_(factor) if exceeds else moved
 
 
 def normalised(gradient: Tensor) -> Tensor:
@@ -309,16 +311,17 @@ def normalised(gradient: Tensor) -> Tensor:
 
     As in Adafactor (arXiv 1804.04235), but of this gradient alone.
     """
-    total = _norms(gradient, dim=(1, 2))
-    rows = _norms(gradient, dim=2)
-    columns = _norms(gradient, dim=1)
+    squares = gradient.square()
+    rows = squares.sum(2, keepdim=True).sqrt_()
+    columns = squares.sum(1, keepdim=True).sqrt_()
+    total = _norms(rows, dim=1)
     # a row or column of zeros stays one
     rows = rows.masked_fill(rows == 0, 1.0)
     columns = columns.masked_fill(columns == 0, 1.0)
-    even = gradient * (total / rows) / columns
+    even = torch.mul(gradient, total / rows, out=squares).div_(columns)
     root_of_entries = gradient[0].numel() ** 0.5
     rms = _norms(even, dim=(1, 2)) / root_of_entries
-    return even / rms.clamp_min(1.0)
+    return even.div_(rms.clamp_min(1.0))
 
 
 def _norms(matrices: Tensor, dim: int | tuple[int, int]) -> Tensor:
@@ -429,7 +432,8 @@ def _with_piece(state: LevelState, real: Tensor, gradients: ByMatrix, loss: Tens
     """
     sums = dict(state.gradients)
     for key, gradient in gradients.items():
-        gradient = gradient.to(state.deltas[key].dtype)
+        # a product of several rows makes it transposed, which costs more time in the step than a copy
+        gradient = gradient.to(state.deltas[key].dtype).contiguous()
         if key in sums:
             gradient = sums[key] + gradient
         sums[key] = gradient
