@@ -169,6 +169,13 @@ MUTANTS = [
         "is_complete = start <= at + 1",
         "tests/model/test_equivalence.py",
     ),
+    Mutant(
+        "a band's gradient one key too far",
+        "fast/window_reads.py",
+        "learning = _at(factors, slice(first - start, None))",
+        "learning = _at(factors, slice(first - start, None)).roll(1, 2)",
+        "tests/model/test_window_attention.py",
+    ),
     # levels
     Mutant(
         "a drift of twice the bound",
@@ -180,8 +187,8 @@ MUTANTS = [
     Mutant(
         "a step along the gradient, not against it",
         "model/level_learning.py",
-        "moved = torch.addcmul(delta, normalised(gradient), size, value=-1)",
-        "moved = torch.addcmul(delta, normalised(gradient), size, value=1)",
+        "moved = torch.addcmul(delta, even, size, value=-1, out=even)",
+        "moved = torch.addcmul(delta, even, size, value=1, out=even)",
         "tests/model/test_level_learning.py",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from .norm import gated_norm_in_blocks
 from .one_token import fast_token_paths, forget_text
 from .sparse_qkv import make_qkv_tiled
 from .sparse_reads import read_sparse_fused
+from .window_reads import read_bands_for_training
 
 PATHS = {
     "scan_delta": scan_fused,
@@ -20,6 +21,7 @@ PATHS = {
     "gated_norm": gated_norm_in_blocks,
     "sparse_reads": read_sparse_fused,
     "sparse_qkv": make_qkv_tiled,
+    "window_reads": read_bands_for_training,
 }
 FAST.update(PATHS)
 

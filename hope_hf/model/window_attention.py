@@ -8,6 +8,7 @@ Axes: B row, T token of the call, S slot of the call (`chunks`; padding has no s
 H head of keys, D head width; K sinks, W window; M keys of a call: of earlier calls, then of its own slots.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .attention import HopeAttention, rotary_reach
+from .backends import asked_kernels, fast_path
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import Tensors, call, named_tuple, register
 
@@ -358,18 +360,22 @@ def read_window(
     plan: WindowPlan,
     need_state: bool,
     dropout: float,
+    read_fast: Callable | None = None,
 ) -> tuple[Tensor, WindowState | None]:
     """What the tokens of a call read [B, heads, T, D], and the state after the call if it is needed.
 
     Args:
         state: state before the call, which may have another dtype.
         dropout: share of the weights that are set to 0.
+        read_fast: the fast path `window_reads`.
     """
     if plan.token_of_slot is not None:
         streams = Streams(*(_to_slots(plan, stream) for stream in streams))
     keys = streams.keys
     values = streams.values
     ring_keys = ring_values = None
+    # first keys without a gradient
+    constant_keys = 0
     if state is not None:
         ring_keys = state.ring_keys.to(keys.dtype)
         ring_values = state.ring_values.to(values.dtype)
@@ -381,16 +387,23 @@ def read_window(
         earlier_values = _take(ring_values, plan.recalled_slots)
         keys = torch.cat([earlier_keys, keys], dim=2)
         values = torch.cat([earlier_values, values], dim=2)
+        if not (ring_keys.requires_grad or ring_values.requires_grad):
+            constant_keys = earlier_keys.shape[2]
     else:
         # so that no band copies its keys and values
         keys = keys.contiguous()
         values = values.contiguous()
-    reads_of_bands = []
-    for band in plan.bands:
-        reads_of_bands.append(_read_band(streams, keys, values, band, dropout))
-    reads = reads_of_bands[0]
-    if len(reads_of_bands) > 1:
-        reads = torch.cat(reads_of_bands, dim=2)
+    reads = None
+    if read_fast is not None and not dropout:
+        reads = read_fast(streams, keys, values, plan.bands, constant_keys)
+    if reads is None:
+        reads_of_bands = []
+        for band in plan.bands:
+            reads_of_band, _ = read_band(streams, keys, values, band, dropout)
+            reads_of_bands.append(reads_of_band)
+        reads = reads_of_bands[0]
+        if len(reads_of_bands) > 1:
+            reads = torch.cat(reads_of_bands, dim=2)
     if plan.slot_of_token is not None:
         by_slot = reads.transpose(1, 2)
         reads = plan.to_tokens(by_slot).transpose(1, 2)
@@ -402,14 +415,17 @@ def read_window(
     return reads, WindowState(keys, values)
 
 
-def _read_band(
+def read_band(
     streams: Streams,
     keys: Tensor,
     values: Tensor,
     band: Band,
-    dropout: float,
-) -> Tensor:
-    """What a band's queries read [B, heads, q, D] from keys and values [B, H, M, D]."""
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """What a band's queries read [B, heads, q, D] from keys and values [B, H, M, D], and their weights.
+
+    The weights [B H, heads / H q, k] are of the keys that the band sees, the sinks' first.
+    """
     rows, key_heads, _, width = keys.shape
     asking = slice(band.start, band.stop)
     number = band.stop - band.start
@@ -431,8 +447,9 @@ def _read_band(
     weights = scores.softmax(-1)
     if dropout:
         weights = nn.functional.dropout(weights, dropout)
-    reads = _read_values(weights.to(values.dtype), values, band)
-    return reads.view(rows, -1, number, width)
+    weights = weights.to(values.dtype)
+    reads = _read_values(weights, values, band)
+    return reads.view(rows, -1, number, width), weights
 
 
 def _read_values(weights: Tensor, values: Tensor, band: Band) -> Tensor:
@@ -520,6 +537,10 @@ class HopeWindowAttention(HopeAttention):
     own_fields = ("sliding_window", "attention_sinks")
     name = "softmax attention with a window"
 
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.kernels = asked_kernels()
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -544,7 +565,8 @@ class HopeWindowAttention(HopeAttention):
         if isinstance(window, TokenPlan):
             reads, state = self._read_in_graph(streams, state, window, need_state, dropout)
         else:
-            reads, state = read_window(streams, state, window, need_state, dropout)
+            read_fast = fast_path("window_reads", self.kernels)
+            reads, state = read_window(streams, state, window, need_state, dropout, read_fast)
         by_token = reads.transpose(1, 2)
         return self.o_proj(by_token.flatten(2)), state, None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from learning_models import ALL, TEACHES, one_level
+from learning_models import ALL, TEACHES, Products, one_level
 from mixers import ATTENTION, HYBRID, MIXED, WINDOW, random_ids
 from peft import LoraConfig, get_peft_model
 from torch.func import functional_call
@@ -17,7 +17,7 @@ from hope_hf import HopeCache, HopeConfig, LevelLearning
 from hope_hf.model import cache_file
 from hope_hf.model.level_learning import normalised
 
-EXACT = dict(rtol=1e-9, atol=1e-9)
+EXACT = dict(rtol=1e-11, atol=1e-11)
 SAME = dict(rtol=0, atol=0)
 
 
@@ -118,6 +118,8 @@ def twin(model, ids, learning: LevelLearning):
 RULES = {
     "plain": ({}, TEACHES),
     "all kinds of layers": (MIXED, TEACHES),
+    "window": (WINDOW, TEACHES),
+    "biases": ({"mlp_bias": True}, TEACHES | dict(matrices=ALL, rate=0.03)),
     "drift": (ATTENTION, TEACHES | dict(drift=0.2)),
     "gate": ({}, TEACHES | dict(gate=True)),
     "brake": ({}, TEACHES | dict(brake=2.0)),
@@ -150,6 +152,25 @@ def test_two_clocks_equal_the_equations(tiny_model, variant):
     assert cache.levels.steps.tolist() == [[7, 2]]
     expected = twin(model, ids[0], model.config.level_learning)
     torch.testing.assert_close((logits[0], deltas(cache, 0)), expected, **EXACT)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_nothing_is_multiplied_that_no_step_needs(tiny_model, rows):
+    """Each block is read once, each token is compared with the vocabulary once, and other weights get no gradient."""
+    vocabulary, width, hidden, length, pieces = 71, 32, 40, 8, 3
+    learning = TEACHES | dict(blocks=[1, 2])
+    model = one_level(tiny_model, torch.float32, learning, vocab_size=vocabulary, level_intermediate_sizes=[hidden])
+    ids = random_ids(rows, length * pieces)
+    with Products(hidden) as of_levels:
+        model.learn(ids, cache=HopeCache(model.config))
+    # forward three maps in each of three blocks; backward both differences, and the inputs of the last block's maps
+    products = 3 * 3 + 2 + 3
+    assert of_levels.number == rows * pieces * length * width * hidden * products
+    with Products(vocabulary) as of_head:
+        model.learn(ids, cache=HopeCache(model.config))
+    # forward all tokens; backward those that are learned from
+    tokens = pieces * (length + length - 1)
+    assert of_head.number == rows * tokens * width * vocabulary
 
 
 def test_a_zero_gradient_and_a_tiny_one_are_normalised_without_nan():

@@ -1,0 +1,161 @@
+"""Reads of attention with a window, with gradients written by hand.
+
+Autograd makes a gradient of all keys of a call for every band of queries, and adds these up. Here a band adds to the
+gradients of the keys that it sees, and keys that earlier calls left get none.
+
+Axes: B row, T query, H head of keys, G query heads that share it, D head width; M keys of a call.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..model.window_attention import Band, Streams, read_band
+
+
+class _WindowReads(torch.autograd.Function):
+    """What the queries of all bands read [B, heads, T, D]."""
+
+    @staticmethod
+    def forward(ctx, queries, sink_queries, keys, values, bands, constant_keys):
+        streams = Streams(queries, sink_queries, keys, values)
+        reads = []
+        weights = []
+        for band in bands:
+            reads_of_band, weights_of_band = read_band(streams, keys, values, band)
+            reads.append(reads_of_band)
+            weights.append(weights_of_band)
+        ctx.save_for_backward(*streams, *weights)
+        ctx.bands = bands
+        ctx.constant_keys = constant_keys
+        return torch.cat(reads, dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_reads):
+        queries, sink_queries, keys, values, *weights = ctx.saved_tensors
+        streams = Streams(queries, sink_queries, keys, values)
+        grad_sink_queries = None
+        if sink_queries is not None:
+            grad_sink_queries = torch.zeros_like(sink_queries)
+        gradients = Streams(
+            queries=torch.empty_like(queries),
+            sink_queries=grad_sink_queries,
+            keys=torch.zeros_like(keys),
+            values=torch.zeros_like(values),
+        )
+        # from the last band on, as autograd adds them
+        for band, weights_of_band in zip(reversed(ctx.bands), reversed(weights), strict=True):
+            _add_gradients(streams, gradients, grad_reads, band, weights_of_band, ctx.constant_keys)
+        return (*gradients, None, None)
+
+
+def _add_gradients(
+    streams: Streams,
+    gradients: Streams,
+    grad_reads: Tensor,
+    band: Band,
+    weights: Tensor,
+    constant: int,
+) -> None:
+    """Add a band's gradients to those of the call, from that of all reads [B, heads, T, D].
+
+    Args:
+        weights: of the keys that the band sees [B H, G q, k], the sinks' first.
+        constant: number of first keys that need no gradient.
+    """
+    _, _, keys, values = streams
+    asking = slice(band.start, band.stop)
+    window = band.window_keys
+    sinks = band.sinks
+    seen_values = _at(values, window)
+    window_columns = slice(None)
+    if sinks is not None:
+        sink_values = _at(values, sinks)
+        seen_values = torch.cat([sink_values, seen_values], dim=2)
+        # a short text has fewer
+        sinks = slice(sink_values.shape[2])
+        window_columns = slice(sinks.stop, None)
+    grad_band = _by_key_head(_at(grad_reads, asking), keys)
+    grad_weights = torch.bmm(grad_band, seen_values.flatten(0, 1).mT)
+    grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+    # Sinks may be in the window, too: products are added in autograd's order.
+    if sinks is not None:
+        grad_sink_scores = _at(grad_scores, sinks)
+        sink_queries = _by_key_head(_at(streams.sink_queries, asking), keys)
+        grad_sink_queries = _at(gradients.sink_queries, asking)
+        _set_queries(grad_sink_queries, grad_sink_scores, _at(keys, sinks))
+        _add_to_keys(gradients.keys, grad_sink_scores, sink_queries, 0, constant)
+    grad_window_scores = _at(grad_scores, window_columns)
+    window_weights = _at(weights, window_columns)
+    queries = _by_key_head(_at(streams.queries, asking), keys)
+    grad_queries = _at(gradients.queries, asking)
+    _set_queries(grad_queries, grad_window_scores, _at(keys, window))
+    _add_to_keys(gradients.keys, grad_window_scores, queries, window.start, constant)
+    _add_to_keys(gradients.values, window_weights, grad_band, window.start, constant)
+    if sinks is not None:
+        sink_weights = _at(weights, sinks)
+        _add_to_keys(gradients.values, sink_weights, grad_band, 0, constant)
+
+
+def _at(x: Tensor, index: slice) -> Tensor:
+    """A part of the third axis: tokens of [B, heads, T, D], or keys of [B H, G q, k]."""
+    return x[:, :, index]
+
+
+def _by_key_head(x: Tensor, keys: Tensor) -> Tensor:
+    """[B, heads, q, D] -> [B H, G q, D]."""
+    rows, key_heads, _, width = keys.shape
+    return x.reshape(rows * key_heads, -1, width)
+
+
+def _set_queries(gradient: Tensor, grad_scores: Tensor, keys: Tensor) -> None:
+    """Write a band's gradient of queries [B, heads, q, D] from that of scores [B H, G q, k] of keys [B, H, k, D]."""
+    products = torch.bmm(grad_scores, keys.flatten(0, 1))
+    gradient.copy_(products.view_as(gradient))
+
+
+def _add_to_keys(gradient: Tensor, factors: Tensor, operand: Tensor, start: int, constant: int) -> None:
+    """Add a band's products to a gradient [B, H, M, D] at its keys, except the first `constant` of all.
+
+    Args:
+        factors: of the band's keys [B H, G q, k], which begin at key `start`.
+        operand: [B H, G q, D].
+    """
+    first = max(start, constant)
+    stop = start + factors.shape[2]
+    if first >= stop:
+        return
+    learning = _at(factors, slice(first - start, None))
+    products = torch.bmm(learning.mT, operand)
+    gradient_of_keys = _at(gradient, slice(first, stop))
+    gradient_of_keys += products.view_as(gradient_of_keys)
+
+
+def read_bands_for_training(
+    streams: Streams,
+    keys: Tensor,
+    values: Tensor,
+    bands: tuple[Band, ...],
+    constant_keys: int,
+) -> Tensor | None:
+    """Reads of all bands [B, heads, T, D] in training on a CPU; `None` where autograd has to make the gradients.
+
+    The gradients have no gradients.
+
+    Args:
+        streams: whose keys and values are of the call's own tokens.
+        keys, values: of earlier calls, then of this one [B, H, M, D].
+        bands: of the call's queries.
+        constant_keys: number of first keys that need no gradient.
+    """
+    queries = streams.queries
+    if not queries.is_cpu or not queries.requires_grad:
+        return None
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    for band in bands:
+        # rows whose sinks lie in different places
+        if isinstance(band.sinks, Tensor):
+            return None
+    return _WindowReads.apply(queries, streams.sink_queries, keys, values, bands, constant_keys)
