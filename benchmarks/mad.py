@@ -36,8 +36,8 @@ from benchmarks.synthetic.measure import known_tasks
 from benchmarks.synthetic.measure import measure as measure_task
 from benchmarks.synthetic.model import small_model
 from benchmarks.synthetic.training import Diverged
+from hope_hf.common.devices import set_up_cpu
 from hope_hf.common.flags import ModelArguments
-from hope_hf.common.process import set_up_cpu
 from hope_hf.common.results import provenance
 
 # Model type, and the fields that give all models one size (0.13 M parameters besides the embedding).

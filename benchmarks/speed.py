@@ -70,7 +70,8 @@ from benchmarks.speed_report import MEASURES, report
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, HopeModel
 from hope_hf.common.flops import flops_per_token
 from hope_hf.common.gpus import peak_flops
-from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.recompute import recompute_activations
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.model.calls import plan_tokens
 from hope_hf.model.documents import Documents
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions

@@ -15,7 +15,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.common.gpus import GIB
-from hope_hf.common.recompute import Recomputed
+from hope_hf.common.recompute_flag import Recomputed
 from hope_hf.plan.activations import activations
 from hope_hf.plan.launch import GRADIENTS, OPTIMIZER, STRATEGIES, WEIGHTS, Launch, StepOptions
 from hope_hf.plan.memory import Memory, memory

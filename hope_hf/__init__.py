@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .interrupt import while_importing as while_importing
 
 # isort: split
+from .lazy import late_names
 from .registration import register_on_use
 
 if TYPE_CHECKING:
@@ -51,17 +52,5 @@ __all__ = [
     "learning_rate_search",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import hope_hf.registered as registered
-
-    return getattr(registered, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
+__getattr__, __dir__ = late_names(__name__, {"registered": tuple(__all__)})
 register_on_use()

@@ -51,5 +51,7 @@ def _is_ours(argv: list[str], command: list[str]) -> bool:
     return program.name == _COMMAND or program.resolve() in _PROGRAMS
 
 
-if _is_ours(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+IS_PROGRAM = _is_ours(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""Whether this process runs a program of the package, and Ctrl-C is the program's."""
+if IS_PROGRAM:
     signal.signal(signal.SIGINT, while_importing)

@@ -19,7 +19,7 @@ from hope_hf.convert import run as convert
 from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation.flags import GROUPS as EVALUATION_GROUPS
 from hope_hf.export import run as export
-from hope_hf.plan import parsing as plan
+from hope_hf.plan import flags as plan
 from hope_hf.training.checkpoints import tool
 from hope_hf.training.watch import plot
 

@@ -39,9 +39,10 @@ from hope_hf.evaluation.flags import suite
 from hope_hf.evaluation.held_out import held_out_documents
 from hope_hf.evaluation.result import SuiteResult
 from hope_hf.export import folder as export_folder
+from hope_hf.export import network
 from hope_hf.export import run as export_program
 from hope_hf.plan import main as plan_main
-from hope_hf.plan.parsing import make_parser as make_plan_parser
+from hope_hf.plan.flags import make_parser as make_plan_parser
 from hope_hf.training import trainer
 from hope_hf.training.checkpoints import manifest, tool
 from hope_hf.training.watch import plot
@@ -148,7 +149,7 @@ def prepared(place, monkeypatch):
     monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
     monkeypatch.setattr(convert_folder, "check", lambda *made: Agreement(1, 0.0, 0.0, 0))
     monkeypatch.setattr(chat_session.Session, "run", lambda *made: None)
-    monkeypatch.setattr(export_program, "upload", lambda *made: "nowhere")
+    monkeypatch.setattr(network, "upload", lambda *made: "nowhere")
     monkeypatch.setattr(plot, "draw_curves", lambda folders, target: None)
     monkeypatch.chdir(place / "work")
     threads = torch.get_num_threads()

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.chat import flags as chat
-from hope_hf.common.models import build_config, load_config, parse_overrides
+from hope_hf.common.models import build_config, load_config
+from hope_hf.common.overrides import parse_overrides
 from hope_hf.data import (
     build_data,
     documents,

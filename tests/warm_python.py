@@ -25,7 +25,10 @@ import threading
 import types
 from pathlib import Path
 
-PRELOADED = ["hope_hf.training", "hope_hf.evaluation", "accelerate.commands.launch", "evaluate"]
+PRELOADED = [
+    "hope_hf.registered", "hope_hf.training.preflight.run", "hope_hf.evaluation.session", "accelerate.commands.launch",
+    "evaluate",
+]  # fmt: skip
 # Tells a launched rank the process whose command line is that of its launcher.
 CALLER = "WARM_PYTHON_CALLER"
 PASSED_ON = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]

@@ -43,7 +43,8 @@ from benchmarks import speed
 from benchmarks.gpu.run import MARK
 from benchmarks.measuring import Decoder, append_row, first_line, halved, in_turn, seconds, train_step
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.recompute import recompute_activations
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.common.results import provenance
 
 CUDA = torch.cuda.is_available()

@@ -34,7 +34,7 @@ from benchmarks.levels.bench import Bench
 from benchmarks.levels.report import draw, table
 from benchmarks.quality.program import finish
 from benchmarks.quality.results import append, origin, read_rows
-from hope_hf.common.process import set_up_cpu
+from hope_hf.common.devices import set_up_cpu
 from hope_hf.common.results import provenance
 
 CASES: dict[str, Callable[[Bench], Iterator[dict]]] = {

@@ -9,7 +9,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hope_hf import PRESETS
 from hope_hf.common.flags import ModelArguments
-from hope_hf.common.models import build_config, build_model, parse_overrides
+from hope_hf.common.models import build_config, build_model
+from hope_hf.common.overrides import parse_overrides
 
 _WIDEST_CELL = 40
 # Width 64 and 2 layers for every architecture; only fields that its config has are set.

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.quality.program import finish
 from benchmarks.quality.results import append, origin
+from hope_hf.common.devices import choose_device, set_up_cpu
 from hope_hf.common.flags import ModelArguments
-from hope_hf.common.process import choose_device, set_up_cpu
 from hope_hf.common.recipe import is_recipe, read_recipe
 from hope_hf.common.results import Row, markdown_table, provenance
 from hope_hf.evaluation.flags import chosen_tasks, parse_lengths

@@ -1,5 +1,5 @@
 """A conversation with a model that goes on learning from what it reads: `hope-hf chat MODEL`."""
 
-from .run import generate, main
+from .program import generate, main
 
 __all__ = ["generate", "main"]

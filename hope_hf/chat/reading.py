@@ -15,8 +15,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hope_hf import HopeCache
-from hope_hf.common.files import read_small
-from hope_hf.common.process import one_line
 from hope_hf.common.program import LOG_SECONDS, LogLines
 from hope_hf.common.results import Row, markdown_table
 
@@ -64,18 +62,6 @@ class _Reader:
             "first quarter": float(losses[:quarter].mean()),
             "last quarter": float(losses[-quarter:].mean()),
         }
-
-
-def text_of(path: str, named: str) -> str:
-    """The text of a file; ValueError if it cannot be read, is no text in UTF-8, or is empty."""
-    try:
-        text = read_small(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ValueError(f"{named} {path} cannot be read as text in UTF-8: {reason}.") from None
-    if not text.strip():
-        raise ValueError(f"{named} {path} is empty: name a file with text.")
-    return text
 
 
 def read_text(conversation: Conversation, path: str, text: str, compare: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""The programs `hope-hf chat MODEL` and `hope-hf generate MODEL`, which load a model in one way."""
+"""What `hope-hf chat MODEL` and `hope-hf generate MODEL` do: they load a model in one way."""
 
 import io
 import sys
@@ -8,47 +8,32 @@ import torch
 import transformers
 
 from hope_hf import HopeCache, LevelLearning
+from hope_hf.common.devices import choose_device, set_up_cpu
 from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import is_hope, load_config
-from hope_hf.common.process import choose_device, set_up_cpu
-from hope_hf.common.program import printed, program
 from hope_hf.common.weights import load_model
 from hope_hf.data import check_vocabulary, load_tokenizer, warn_of_other_tokenizer
 
 from .conversation import Conversation, Transcript
-from .flags import DRAWS, Arguments, GenerateArguments, parse, parse_generate
+from .flags import DRAWS, Arguments, GenerateArguments
 from .memory import Memory
-from .reading import text_of
 from .session import Session
 
 
-@program
-def main(argv: list[str]) -> int:
-    """Read the files, and answer messages until the input ends.
-
-    Returns 0, 1 if the answers could not be printed, or 2 after a mistake of the user.
-    """
-    args = parse(argv)
-    # Read before the model is loaded, which takes longer.
-    texts = {path: text_of(path, "--file") for path in args.file or ()}
+def hold(args: Arguments, texts: dict[str, str]) -> None:
+    """Read the texts, by the names of their files, and answer messages until the input ends."""
     with _memory(args) as memory:
         Session(begin(args, memory), args, memory).run(texts)
-    return printed()
 
 
-@program
-def generate(argv: list[str]) -> int:
-    """Continue a text. Returns 0, 1 if it could not be printed, or 2 after a mistake of the user."""
-    args = parse_generate(argv)
-    if args.prompt is None and sys.stdin.isatty():
-        raise ValueError("the text is missing: give --prompt TEXT, or pipe it to standard input.")
+def continue_text(args: GenerateArguments) -> None:
+    """Continue the text of `--prompt`, or of standard input."""
     with _memory(args) as memory:
         conversation = begin(args, memory)
         conversation.complete(sys.stdin.read().removesuffix("\n") if args.prompt is None else args.prompt)
         print(f"{conversation.last}; state {conversation.state_size}", file=sys.stderr, flush=True)
         if memory is not None:
             memory.save(conversation)
-    return printed()
 
 
 def _memory(args: Arguments | GenerateArguments) -> AbstractContextManager[Memory | None]:

@@ -9,9 +9,10 @@ from hope_hf.common.parser import nearest
 from hope_hf.common.process import print_error
 
 from .conversation import Conversation
+from .files import text_of
 from .flags import Arguments
 from .memory import Memory
-from .reading import learned_size, read_text, text_of
+from .reading import learned_size, read_text
 
 COMMANDS = {
     "/read": "FILE  read a file",

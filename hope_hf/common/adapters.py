@@ -19,9 +19,8 @@ from transformers.integrations import peft
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from .files import read_small
+from .weight_names import ADAPTER_CONFIG
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 # Names in an adapter's file are those in a PeftModel, which wraps the model twice.
 _PREFIX = "base_model.model."
 # Kinds that PEFT merges exactly; learned prompts cannot be merged, and the files of XLORA name other folders.

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-
 from .files import at_home
 from .process import warn_once
 
@@ -239,21 +237,26 @@ def check_output(path: str, flag: str):
 
 def check_repo_id(repo_id: str, flag: str):
     """Raise ValueError that names `flag` if `repo_id` is not a valid repository name, with or without owner."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
+    if not _is_repo_id(repo_id):
         raise ValueError(
             f"{flag} {repo_id!r} is not a name of a repository: write owner/name in letters, digits, '-', '_' and '.'."
-        ) from None
+        )
 
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` is a valid repository name and not a local file or folder."""
+    return _is_repo_id(name) and not os.path.exists(name)
+
+
+def _is_repo_id(name: str) -> bool:
+    # Not at the top: few flags name repositories.
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return not os.path.exists(name)
+    return True
 
 
 def is_missing(name: str) -> bool:

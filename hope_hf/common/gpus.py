@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .parser import nearest
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
 TF32_SHARE = 0.5
@@ -59,10 +61,13 @@ GPUS = {
 }
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
+def peak_flops(device: "torch.device", precision: str) -> float | None:
     """Peak matrix FLOP/s of a device; None for a CPU and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
+    # Not at the top: the names of GPUs are read from flags without torch.
+    import torch
+
     name = torch.cuda.get_device_name(device)
     for gpu in GPUS.values():
         if re.search(gpu.device, name):

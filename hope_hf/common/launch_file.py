@@ -9,14 +9,9 @@ import os
 import reprlib
 from pathlib import Path
 
-import torch
-
 from .files import read_small
 from .parser import nearest
 from .recipe import read_yaml
-
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes by accelerate's names of mixed precisions."""
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 """DeepSpeed's name of the rows per process."""

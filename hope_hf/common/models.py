@@ -1,23 +1,20 @@
 """The model that a command line names: loaded, or new from a config with the user's overrides."""
 
-import json
 import os
-import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .adapters import base_of_adapter
-from .flags import LARGEST_VOCABULARY, ModelArguments, require_local
+from .flags import ModelArguments, require_local
+from .overrides import parse_overrides
 from .parser import nearest
 from .process import MISTAKES, one_line
-from .recipe import load_yaml
 from .weights import find_file, load_model
 
 DEFAULT_PRESET = "tiny"
@@ -103,36 +100,6 @@ def place_of_tokenizer(source: str) -> str:
     return place_of_tokenizer(base)
 
 
-def parse_overrides(text: str | None) -> dict:
-    """`a=b,c=[1,2]` or a JSON object as a dict; values read as YAML scalars and lists."""
-    if not text:
-        return {}
-    try:
-        if text.lstrip().startswith("{"):
-            return json.loads(text, object_pairs_hook=_overrides)
-        pairs = []
-        # Commas inside brackets belong to a list's value.
-        for pair in re.split(r",(?![^\[]*\])", text):
-            name, equals, value = pair.partition("=")
-            if not name or not equals:
-                raise ValueError("write name=value,name=value")
-            pairs.append((name.strip(), _scalar(value)))
-        return _overrides(pairs)
-    # RecursionError: thousands of nested brackets.
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"--config_overrides {text!r} cannot be read: {one_line(error)}.") from None
-
-
-def named_vocabulary(text: str | None) -> int | None:
-    """The `vocab_size` of `--config_overrides`; ValueError unless it is absent or a whole number of entries."""
-    size = parse_overrides(text).get("vocab_size")
-    if size is not None and (type(size) is not int or not 1 <= size <= LARGEST_VOCABULARY):
-        raise ValueError(
-            f"--config_overrides: vocab_size is {size!r}, give a whole number from 1 to {LARGEST_VOCABULARY:,}."
-        )
-    return size
-
-
 def card_metadata(page: Path) -> ModelCardData:
     """The metadata of a model's README.md; empty if there is no such file, no metadata in it, or it is no YAML."""
     try:
@@ -147,16 +114,6 @@ def is_hope(config) -> bool:
     return config.model_type == "hope"
 
 
-def _overrides(pairs: list[tuple[str, object]]) -> dict:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name comes twice")
-    for name, value in pairs:
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError(f"{name} has more than 64 bits")
-    return values
-
-
 def _check_dtype(values: dict):
     # Not every attribute of torch is a dtype, and the error for an unknown one does not name the file.
     dtype = values.get("dtype", values.get("torch_dtype"))
@@ -166,15 +123,6 @@ def _check_dtype(values: dict):
     attribute = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(attribute, torch.dtype) or not attribute.is_floating_point:
         raise ValueError(f'its config.json has the dtype {dtype!r}, write one like "float32" or "bfloat16"')
-
-
-def _scalar(text: str):
-    value = load_yaml(text)
-    try:
-        # YAML 1.1 reads 1e-3 as a string.
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _config_class(model_type: str):

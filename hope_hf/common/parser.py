@@ -1,12 +1,16 @@
-"""The command-line parser of all programs: transformers' parser, with one sentence for each mistake."""
+"""The command-line parser of all programs: dataclasses of flags, and one sentence for each mistake.
+
+It reads what transformers' `HfArgumentParser` reads, without the seconds that transformers takes to be imported.
+"""
 
 import argparse
 import difflib
 import os
 import sys
 from collections.abc import Collection, Sequence
-
-from transformers import HfArgumentParser
+from dataclasses import MISSING, Field, fields
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
 # Names of flags and config fields in other programs, so that an unknown name is answered with this project's name.
 # Pairs: this project's names (the first that exists counts), and the names elsewhere. `x=N`: a config field.
@@ -92,24 +96,50 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {shown})"
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser with one spelling of each flag, which raises ValueError instead of printing the usage.
+YES, NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+
+
+def read_switch(word: str) -> bool:
+    """The value of a switch that is written out."""
+    if word.lower() in YES:
+        return True
+    if word.lower() in NO:
+        return False
+    raise argparse.ArgumentTypeError(f"{word!r} is neither of {', '.join(YES)} nor of {', '.join(NO)}")
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of dataclasses, in one spelling each; a mistake raises ValueError instead of printing the usage.
 
     A word such as `--output-dir` is read as `--output_dir`, and messages and `--help` name the latter alone.
 
+    groups: dataclasses; the flags of each are a group of `--help`, named by `_argument_group_name`. A list takes
+        several words, a switch none or one.
     example, link: a command and a documentation page, shown at the end of `--help`.
     first: flags of a first day; `--help` then begins with them, the example and the page.
     """
 
-    def __init__(self, *given, example: str = "", link: str = "", first: Sequence[str] = (), **options):
+    def __init__(
+        self, groups: Sequence[type] = (), *, example: str = "", link: str = "", first: Sequence[str] = (), **options
+    ):
         options["epilog"] = f"example: {example}\nmore: {link}" if example else None
-        super().__init__(*given, formatter_class=_Help, **options)
+        super().__init__(formatter_class=_Help, **options)
+        self._flag_groups = tuple(groups)
+        for group in groups:
+            name = getattr(group, "_argument_group_name", None)
+            place = self if name is None else self.add_argument_group(name)
+            for field in fields(group):
+                _add_flag(place, field)
         self._first = [self._option_string_actions[f"--{name}"] for name in first]
-        for action in self._actions:
-            # HfArgumentParser adds each flag with dashes as well.
-            action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-            if action.metavar is None and action.choices is None:
-                action.metavar = {int: "N", float: "X"}.get(action.type, "VALUE")
+
+    def parse_groups(self, words: list[str]) -> list:
+        """An object of each dataclass, from the words of a command line; ValueError for a mistake."""
+        values = vars(self.parse_args(words))
+        objects = []
+        for group in self._flag_groups:
+            names = [field.name for field in fields(group)]
+            objects.append(group(**{name: values[name] for name in names}))
+        return objects
 
     def format_help(self):
         if not self._first:
@@ -142,6 +172,38 @@ class Parser(HfArgumentParser):
             # argparse would drop the value.
             self.error(f"argument {flag}: '--' is not a value")
         return flag + word[len(flag) :] if flag in self._option_string_actions else word
+
+
+def _add_flag(place, field: Field) -> None:
+    """Add the flag of a field, and its `--no_` form if it is a switch that is on."""
+    kind, options = field.type, dict(field.metadata)
+    inner = [part for part in get_args(kind) if part is not NoneType]
+    if get_origin(kind) is not Literal and get_origin(kind) is not list and inner:
+        # `int | None`; of `list | str | None` one value is a `str`.
+        kind = inner[-1]
+    if field.default is not MISSING:
+        options["default"] = field.default
+    else:
+        options["required"] = True
+    off = None
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        options |= {"choices": choices, "type": str}
+    elif kind is bool:
+        options["type"] = read_switch
+        # A switch that may be unset has a value always.
+        if field.type is bool:
+            options |= {"nargs": "?", "const": True}
+            off = field.metadata if field.default else None
+    elif get_origin(kind) is list:
+        options |= {"type": get_args(kind)[0], "nargs": "+"}
+    else:
+        options["type"] = kind
+    if "choices" not in options:
+        options.setdefault("metavar", {int: "N", float: "X"}.get(options["type"], "VALUE"))
+    place.add_argument(f"--{field.name}", **options)
+    if off is not None:
+        place.add_argument(f"--no_{field.name}", action="store_false", dest=field.name, default=False, **off)
 
 
 def flag_of(word: str) -> str:

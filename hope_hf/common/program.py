@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import TextIO
 
-from hope_hf.interrupt import STATUS, while_importing
+from hope_hf.interrupt import IS_PROGRAM, STATUS, while_importing
 
 from .process import accept_any_character, drop_stray_ranks, is_first_process, print_error, warn_in_sentences
 
@@ -44,6 +44,22 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
             return print_error("stopped by Ctrl-C.", STATUS)
 
     return run
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, Ctrl-C ends the program at once: a library that is half imported may make another error of it.
+
+    For a program's `main`, which reads its flags before it imports torch and transformers.
+    """
+    if not IS_PROGRAM or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, while_importing)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ignore_broken_pipe():

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from .parser import flag_of
 from .process import one_line
 
@@ -165,6 +163,7 @@ def next_token_accuracy():
     """
     # Slow to import.
     import evaluate
+    import torch
     from datasets import Features, Value
 
     class NextTokenAccuracy(evaluate.Metric):

@@ -6,12 +6,11 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hope_hf.optim import RULES
-
 from .defaults import Default
 from .flags import COUNT, LONGEST, OR_NONE, ROWS, SEED, THREADS, ModelArguments, TextArguments, flag
+from .names import OPTIMIZERS
 from .recipe import LENGTH
-from .recompute import recomputing_flag
+from .recompute_flag import recomputing_flag
 
 LONGEST_DEFAULT_BLOCK = 1024
 
@@ -89,7 +88,7 @@ class OptimizationArguments:
     )
     weight_decay: float = flag(0.1, "Decoupled weight decay of matrices.", least=0)
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm of each step to this; 0: do not clip.", least=0)
-    optimizer: Literal[tuple(RULES)] = flag(
+    optimizer: Literal[OPTIMIZERS] = flag(
         "adamw",
         "muon, m3 (the paper's, with a fast and a slow momentum) and delta_momentum update hidden matrices, AdamW all "
         "other parameters and the initial memories.",

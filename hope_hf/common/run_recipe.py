@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from hope_hf.optim import RULES
-
+from .names import OPTIMIZERS
 from .parser import flag_of
 from .process import warn_once
 from .recipe import split_recipe
@@ -37,7 +36,7 @@ INSTEAD = {
     "logging_dir": "metrics.jsonl and the trackers of --report_to are in --output_dir",
     "eval_strategy": "use --eval_steps",
     "evaluation_strategy": "use --eval_steps",
-    "optim": f"use --optimizer {' or '.join(RULES)}",
+    "optim": f"use --optimizer {' or '.join(OPTIMIZERS)}",
     "project": "use --project_name",
     "data_seed": "--seed also seeds the data",
     "no_keep_linebreaks": "texts always keep their line breaks, so remove them in the file",

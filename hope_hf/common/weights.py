@@ -4,10 +4,8 @@ transformers itself fills missing weights with random numbers, casts integers, a
 """
 
 import hashlib
-import json
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +15,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .adapters import ADAPTER_WEIGHTS, base_of_adapter, merged
-from .files import is_inside, read_small
+from .adapters import base_of_adapter, merged
+from .files import is_inside
 from .process import MISTAKES, one_line
+from .weight_names import ADAPTER_WEIGHTS, PART, Refused, parts_of
 
 # Bytes of a weight file that are hashed at a place, and at most so many places.
 _SAMPLED, _SAMPLES = 1 << 10, 1 << 10
-PART = re.compile(r"model-rank(\d+)\.safetensors")
-"""What one process of a run with `--save_sharded` writes."""
 
 
 def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
@@ -49,10 +46,10 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
             model, report = AutoModelForCausalLM.from_pretrained(
                 source, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **options
             )
-    except _Refused:
+    except Refused:
         raise
     except MISTAKES as error:
-        raise _Refused(f"{named} cannot be loaded: {one_line(error)}") from error
+        raise Refused(f"{named} cannot be loaded: {one_line(error)}") from error
     _check_names(model, report, named)
     _check_shapes(report, named)
     _check_types(model, files, report, named)
@@ -62,12 +59,8 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
 def with_adapter(model: PreTrainedModel, source: str, named: str) -> PreTrainedModel:
     """A model, on the CPU, with the adapter of a folder or Hub name merged into it; ValueError if it cannot be."""
     if find_file(source, ADAPTER_WEIGHTS) is None:
-        raise _Refused(f"{named} has no {ADAPTER_WEIGHTS}, and only safetensors are read: save it again.")
+        raise Refused(f"{named} has no {ADAPTER_WEIGHTS}, and only safetensors are read: save it again.")
     return merged(model, source)
-
-
-class _Refused(ValueError):
-    """The files must not be read: one sentence for the user."""
 
 
 def weights_sampled(folder: str | Path) -> str | None:
@@ -87,31 +80,10 @@ def weights_sampled(folder: str | Path) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def parts_of(index: Path) -> list[str]:
-    """The files that an index of safetensors names, each once.
-
-    Raises ValueError if it cannot be read, or names anything but safetensors inside its folder.
-    """
-    try:
-        content = json.loads(read_small(index))
-        names = set(content["weight_map"].values())
-        whole = bool(names) and isinstance(content["metadata"], dict)
-    except MISTAKES:
-        whole = False
-    if not whole:
-        raise _Refused(f"{index} cannot be read: save the model there again.")
-    for name in names:
-        if not is_inside(name) or not name.endswith(".safetensors"):
-            raise _Refused(
-                f"{index} names {name!r}, which is not a safetensors file inside its folder: do not trust it."
-            )
-    return sorted(names)
-
-
 def weight_files(source: str, given: str | None, named: str) -> list[Path]:
     """The safetensors of a model; `given` is the config's name for them, instead of the usual ones."""
     if given is not None and not is_inside(given):
-        raise _Refused(f"{named} has a config.json whose transformers_weights is not a file of its folder: {given!r}.")
+        raise Refused(f"{named} has a config.json whose transformers_weights is not a file of its folder: {given!r}.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if given is None else (given,):
         file = find_file(source, name)
         if file is None:
@@ -122,15 +94,15 @@ def weight_files(source: str, given: str | None, named: str) -> list[Path]:
         for part in parts_of(file):
             files.append(find_file(source, part))
             if files[-1] is None:
-                raise _Refused(f"{named} has no {part}, which its {name} names: save the model again.")
+                raise Refused(f"{named} has no {part}, which its {name} names: save the model again.")
         return files
     if os.path.isdir(source) and any(PART.fullmatch(name) for name in os.listdir(source)):
-        raise _Refused(
+        raise Refused(
             f"{named} holds its weights in parts (--save_sharded): join them with `python -m "
             f"hope_hf.training.checkpoints consolidate {source} --to DIR` and name DIR."
         )
     convert = f"AutoModelForCausalLM.from_pretrained({source!r}).save_pretrained({source!r})"
-    raise _Refused(
+    raise Refused(
         f"{named} has no {given or SAFE_WEIGHTS_NAME}, and only safetensors are read: to convert a pytorch_model.bin "
         f"that you trust, run {convert} in Python."
     )

@@ -1,7 +1,11 @@
 """A pretrained Llama, Mistral, Qwen2 or Qwen3 as a HOPE with the same logits: `hope-hf convert`."""
 
-from .check import CheckFailed
-from .folder import convert_folder
-from .run import main
+from hope_hf.lazy import late_names
 
-__all__ = ["CheckFailed", "convert_folder", "main"]
+# By module, what the other rooms take from there.
+NAMES = {
+    "check": ("CheckFailed",),
+    "folder": ("convert_folder",),
+    "run": ("main",),
+}
+__getattr__, __dir__ = late_names(__name__, NAMES)

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hope_hf import HopeConfig, HopeForCausalLM
-from hope_hf.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, alpha_of, base_of_adapter, require_peft
+from hope_hf.common.adapters import alpha_of, base_of_adapter, require_peft
 from hope_hf.common.files import copy_rights, new_folder, require_new
 from hope_hf.common.process import MISTAKES, one_line
+from hope_hf.common.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hope_hf.common.weights import find_file
 
 from .weights import parts_of

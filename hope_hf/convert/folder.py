@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from hope_hf import HopeConfig
 from hope_hf.common.files import new_folder, require_new, share_weights
 
-from .architectures import Changes, hope_config
+from .architectures import hope_config
 from .card import model_card
+from .changes import Changes
 from .check import Agreement, check
 from .source import open_source
 from .weights import plan_files, write_files

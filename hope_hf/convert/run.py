@@ -5,20 +5,18 @@ from argparse import SUPPRESS, Namespace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import transformers
-
-from hope_hf import HopeConfig
-from hope_hf.common.flags import Bounds, Checked, ModelArguments, check_output
-from hope_hf.common.models import is_hope, load_config
+from hope_hf.common.files import require_new
+from hope_hf.common.flags import Bounds, Checked, ModelArguments, check_output, require_local
 from hope_hf.common.parser import Parser
-from hope_hf.common.process import print_error, return_freed_memory, set_up_cpu
-from hope_hf.common.program import program
+from hope_hf.common.process import print_error, return_freed_memory
+from hope_hf.common.program import importing, program
 
-from .adapter import convert_adapter
-from .architectures import WORKS, Changes
-from .check import CheckFailed
-from .folder import convert_folder
+from .changes import WORKS, Changes
+
+if TYPE_CHECKING:
+    from hope_hf import HopeConfig
 
 # Sinks of a new window: without the first four a pretrained model fails beyond it.
 SINKS = 4
@@ -61,11 +59,23 @@ def main(argv: list[str]) -> int:
     if options.adapter is not None and options.gguf_file is not None:
         raise ValueError("--adapter is for a model in safetensors: leave --gguf_file out, or merge it beforehand.")
     changes = _changes(options)
+    require_local(name_or_path, "--from")
+    out = Path(options.output_dir)
+    require_new(out, "--output_dir")
+    # Not at the top: flags are read and files are looked for without torch, which takes seconds to be imported.
+    with importing():
+        import transformers
+
+        from hope_hf.common.devices import set_up_cpu
+        from hope_hf.common.models import is_hope, load_config
+
+        from .check import CheckFailed
+        from .folder import convert_folder
+
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     set_up_cpu(None)
     return_freed_memory()
-    out = Path(options.output_dir)
     if options.adapter is not None:
         config = load_config(name_or_path, "from", ModelArguments())
         if is_hope(config):
@@ -107,11 +117,13 @@ def _changes(options: Namespace) -> Changes:
     )
 
 
-def _adapt(options: Namespace, name_or_path: str, config: HopeConfig, out: Path) -> int:
+def _adapt(options: Namespace, name_or_path: str, config: "HopeConfig", out: Path) -> int:
     """Turn an adapter of the source into one of a model that was converted before."""
     for name in ("levels", "memory_layers", "sliding_window", "license"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for a new model, and {name_or_path} is a HOPE already: leave it out.")
+    from .adapter import convert_adapter
+
     maps = convert_adapter(options.adapter, name_or_path, config, out)
     print(f"{out} is complete: an adapter of {name_or_path}, of {maps} linear maps.")
     return 0

@@ -12,10 +12,11 @@ from transformers import (
 )
 from transformers.utils import is_gguf_available
 
-from hope_hf.common.adapters import ADAPTER_CONFIG, base_of_adapter
+from hope_hf.common.adapters import base_of_adapter
 from hope_hf.common.flags import ModelArguments, is_hub_name
 from hope_hf.common.models import card_metadata, load_config, place_of_tokenizer
 from hope_hf.common.process import MISTAKES, one_line
+from hope_hf.common.weight_names import ADAPTER_CONFIG
 from hope_hf.common.weights import find_file, load_model, weight_files, with_adapter
 
 from .gguf_file import GgufFile

@@ -5,7 +5,7 @@ from typing import Literal
 
 from hope_hf.common.flags import TEXT_SOURCES, TextArguments
 
-from .vocabulary import DEFAULT_VOCAB_SIZE
+from .sizes import DEFAULT_VOCAB_SIZE
 
 
 @dataclass

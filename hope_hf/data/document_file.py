@@ -5,7 +5,6 @@
 """
 
 import io
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,15 +19,8 @@ from datasets.exceptions import DatasetGenerationError
 from hope_hf.common.process import first_line
 
 from .cache import writable_cache
+from .file_kinds import CODECS, kind_of
 
-KINDS = {
-    ".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".arrow": "arrow",
-}  # fmt: skip
-# pyarrow has these codecs itself, so no other package is needed.
-CODECS = {".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4", ".zst": "zstd"}
-# Archives may hold several files; pyarrow does not unpack .xz.
-ARCHIVES = (".xz", ".zip", ".7z", ".tar", ".tgz")
 # Their readers begin at the end of the file.
 _READ_IN_ANY_ORDER = ("parquet", "arrow")
 # Errors that datasets, pyarrow and json raise for a file's content; RuntimeError: for example, too deep nesting.
@@ -78,19 +70,6 @@ class Columns:
     """Columns of strings or, in JSON, of nulls only."""
     texts: list[str]
     """Columns of strings that are neither dates nor empty; a single one is the text, whatever its name."""
-
-
-def unpacked_ending(path: str) -> str:
-    """The ending of a file's name, in lower case and without that of its compression, such as `.jsonl`."""
-    stem, ending = os.path.splitext(path)
-    if ending.lower() in CODECS:
-        ending = os.path.splitext(stem)[1]
-    return ending.lower()
-
-
-def kind_of(path: str) -> str | None:
-    """The kind of a file by its name: a value of `KINDS`, or None."""
-    return KINDS.get(unpacked_ending(path))
 
 
 @contextmanager

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from hope_hf.common.flags import as_list
 from hope_hf.common.process import warn_once
 
-from .csv_files import csv_has_no_rows
-from .document_file import ARCHIVES, CODECS, KINDS, WRONG_CONTENT, kind_of, open_document_file, unpacked_ending
-from .json_files import json_has_no_rows
+from .file_kinds import ARCHIVES, CODECS, KINDS, kind_of, unpacked_ending
 from .saved_folder import is_saved, saved_files
-from .table_files import Table
 
 
 def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
@@ -24,14 +21,14 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
     must come from `Dataset.save_to_disk`; `split` is read if it has splits. Files without rows among others are left
     out, with a warning. Raises ValueError naming `flag` and file.
     """
-    paths = []
-    for name in as_list(names):
-        paths += _expand(name, flag, split)
-    paths = list(dict.fromkeys(paths))
+    # Not at the top: `named_files` needs no readers.
+    from .empty_files import has_no_rows
+
+    paths = named_files(names, flag, split)
     filled = []
     empty = []
     for path in paths:
-        if _has_no_rows(path):
+        if has_no_rows(path):
             empty.append(path)
         else:
             filled.append(path)
@@ -43,6 +40,14 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
         read = f"{len(filled):,} of {len(paths):,} files are read"
         warn_once(f"{flag}: {empty[0]}{more} empty and left out, {read}.")
     return filled
+
+
+def named_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
+    """The files of `find_files`, also those without rows: none is opened."""
+    paths = []
+    for name in as_list(names):
+        paths += _expand(name, flag, split)
+    return list(dict.fromkeys(paths))
 
 
 def size_of_files(names: str | list[str], flag: str) -> int:
@@ -89,21 +94,3 @@ def _check(path: str, flag: str) -> None:
         )
     if not os.access(path, os.R_OK):
         raise ValueError(f"{flag} {path} cannot be read: check its permissions.")
-
-
-def _has_no_rows(path: str) -> bool:
-    """Whether a file is empty, or a table without rows, as Spark and pandas write them."""
-    if os.path.getsize(path) == 0:
-        return True
-    try:
-        with open_document_file(path) as (kind, stream):
-            if kind == "text":
-                return not stream.read(1)
-            if kind == "json":
-                return json_has_no_rows(stream)
-            if kind in ("csv", "tsv"):
-                return csv_has_no_rows(stream)
-            return Table(kind, stream).has_no_rows()
-    except WRONG_CONTENT:
-        # Reading it reports what is wrong.
-        return False

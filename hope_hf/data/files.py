@@ -28,9 +28,9 @@ from .document_file import (
     UnreadableText,
     as_arrays,
     errors_of_content,
-    kind_of,
     open_document_file,
 )
+from .file_kinds import kind_of
 from .json_files import json_columns, json_rows, json_texts
 from .table_files import Table, is_string
 from .text_files import documents_of_text

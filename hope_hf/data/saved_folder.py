@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-from datasets import Dataset, concatenate_datasets
-
 from hope_hf.common.files import is_inside, read_object
 
 _STATE = "state.json"
@@ -27,6 +25,9 @@ def load_saved(folder: str, source: str, split: str | None = None, streaming: bo
         return {name: load_saved(folder, source, name, streaming) for name in splits or ["train"]}
     if split != "train" and not splits:
         raise ValueError(f"{source} has no splits, and split names {split}: leave it out.")
+    # Not at the top: the files are found without datasets, which takes seconds to be imported.
+    from datasets import Dataset, concatenate_datasets
+
     files = saved_files(folder, source, split)
     try:
         dataset = concatenate_datasets(list(map(Dataset.from_file, files)))

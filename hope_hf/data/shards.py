@@ -25,11 +25,11 @@ from hope_hf.common.process import one_line
 
 from .config import DataConfig
 from .encoding import document_start
+from .manifest_name import MANIFEST, require_shards
 from .mixture import check_weights, is_corpus_name, is_weight
 from .packing import Block, CorpusTokens, Stream
 from .vocabulary import check_vocabulary, highest_id, load_tokenizer, tokenizer_hash
 
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 FORMAT = 1
 KINDS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -174,13 +174,9 @@ class ShardFolder:
 
 def read_manifest(path: str, flag: str) -> ShardFolder:
     """Read the manifest of a folder of shards, and no shard; ValueError that names the flag, the file and the fix."""
+    require_shards(path, flag)
     folder = Path(path)
-    # Unlike Path.is_dir, it returns False for a name that is too long.
-    if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {folder} is not a folder: name one that hope-hf prepare wrote.")
     file = folder / MANIFEST
-    if not os.path.lexists(file):
-        raise ValueError(f"{flag} {folder} has no {MANIFEST}: finish it with hope-hf prepare.")
     manifest = read_object(file, flag, "prepare the shards again")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{flag} {file} is of another version: prepare the shards again.")

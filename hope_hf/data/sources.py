@@ -26,8 +26,9 @@ from .mixture import BUILTIN, Corpus, read_mixture
 from .order import Mixed, Shuffled
 from .packing import Block, CorpusTokens, JoinedBlocks, RandomBlocks, TokenBlocks, TokenStream, stable_seed, tokenize
 from .shards import ShardedStream, open_folder
+from .sizes import DEFAULT_VOCAB_SIZE
 from .text_facts import text_facts
-from .vocabulary import DEFAULT_VOCAB_SIZE, check_vocabulary, load_tokenizer, train_tokenizer
+from .vocabulary import check_vocabulary, load_tokenizer, train_tokenizer
 
 _TOKENIZER_BYTES = 32_000_000
 # Flags that decide which tokens a stream gives.

@@ -21,10 +21,10 @@ from hope_hf.common.flags import require_local
 from hope_hf.common.models import place_of_tokenizer
 from hope_hf.common.process import first_line, warn_once
 
-DEFAULT_VOCAB_SIZE = 4096
+from .sizes import DEFAULT_VOCAB_SIZE, SMALLEST_VOCABULARY
+
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
-SMALLEST_VOCABULARY = 256 + 2
 _LONGEST_WORD = 1 << 10
 # A word of byte-level BPE: letters, digits, other signs or spaces.
 _ONE_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]+|_+|\s+")

@@ -251,7 +251,7 @@ def parse(argv: list[str], suites: dict[str, Suite]) -> Arguments:
     )
     recipe = replaced(recipe, named_flags(parser, argv, FLAGS))
     named = named_flags(parser, recipe + argv, FLAGS)
-    groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
+    groups = parser.parse_groups(recipe + argv)
     values = {}
     for group in groups:
         values |= vars(group)

@@ -13,16 +13,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from hope_hf.common.devices import memory_is_full, set_up_cpu
 from hope_hf.common.flags import check_output
-from hope_hf.common.process import (
-    first_line,
-    go_offline,
-    is_first_process,
-    memory_is_full,
-    one_line,
-    print_error,
-    set_up_cpu,
-)
+from hope_hf.common.process import first_line, go_offline, is_first_process, one_line, print_error
 from hope_hf.common.program import printed
 from hope_hf.data import find_files
 

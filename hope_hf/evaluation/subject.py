@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hope_hf.common.devices import choose_device
 from hope_hf.common.models import build_model, is_hope, load_config
-from hope_hf.common.process import choose_device
 from hope_hf.data import check_vocabulary, document_start, load_tokenizer, plain_ids, warn_of_other_tokenizer
 
 from .flags import Arguments

@@ -1,7 +1,11 @@
 """A trained HOPE as a folder for the Hub, and its upload: `hope-hf export DIR --to OUT`."""
 
-from .folder import ExportFailed, export_folder
-from .network import upload
-from .run import main
+from hope_hf.lazy import late_names
 
-__all__ = ["ExportFailed", "export_folder", "main", "upload"]
+# By module, what the other rooms take from there.
+NAMES = {
+    "folder": ("ExportFailed", "export_folder"),
+    "network": ("upload",),
+    "run": ("main",),
+}
+__getattr__, __dir__ = late_names(__name__, NAMES)

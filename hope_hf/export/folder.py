@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hope_hf.common.adapters import ADAPTER_CONFIG
 from hope_hf.common.files import new_folder, require_new, share_weights
 from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import is_hope, load_config, place_of_tokenizer
 from hope_hf.common.process import one_line
 from hope_hf.common.results import RESULTS_FILE
+from hope_hf.common.weight_names import ADAPTER_CONFIG
 from hope_hf.common.weights import load_model
 
 from .card import model_card, usage_code
+from .card_license import DEFAULT_LICENSE
 from .facts import read_card, read_evaluation, read_training
 
-DEFAULT_LICENSE = "apache-2.0"
 TOLERANCE = 1e-6
 # Input of the check. Longer than two memory chunks of every named size, so that memories are read after a write.
 ROWS, TOKENS = 2, 160

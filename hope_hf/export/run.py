@@ -2,18 +2,17 @@
 
 import os
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-import transformers
-
+from hope_hf.common.files import require_new
 from hope_hf.common.flags import Checked, check_output, check_repo_id
 from hope_hf.common.parser import Parser
 from hope_hf.common.process import print_error
-from hope_hf.common.program import program
+from hope_hf.common.program import importing, program
 
-from .folder import DEFAULT_LICENSE, ExportFailed, export_folder
-from .network import upload
+from .card_license import DEFAULT_LICENSE
 
 
 def make_parser() -> Parser:
@@ -39,22 +38,20 @@ def make_parser() -> Parser:
 @program
 def main(argv: list[str]) -> int:
     """Export, and upload if asked. Returns 0, or 1 where check or upload failed, or 2 after a mistake of the user."""
+    options = make_parser().parse_args(argv)
+    _check(options)
+    # Not at the top: flags are read and files are looked for without torch, which takes seconds to be imported.
+    with importing():
+        import transformers
+
+        from .folder import ExportFailed, export_folder
+
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    out = Path(options.to)
+    repo_id = options.push_to_hub or out.resolve().name
+    results = Path(options.results) if options.results else None
     try:
-        options = make_parser().parse_args(argv)
-        if options.push_to_hub is not None:
-            check_repo_id(options.push_to_hub, "--push_to_hub")
-        elif options.private:
-            raise ValueError("--private needs an upload: add --push_to_hub REPO_ID or leave it out.")
-        if not os.path.isdir(options.dir):
-            raise ValueError(f"{options.dir} is not a folder: name that of a finished run or of another saved HOPE.")
-        if options.results and not os.path.isfile(options.results):
-            raise ValueError(f"--results {options.results} is not a file: name a results.json of hope-hf eval.")
-        check_output(options.to, "--to")
-        if not sys.stderr.isatty():
-            transformers.utils.logging.disable_progress_bar()
-        out = Path(options.to)
-        repo_id = options.push_to_hub or out.resolve().name
-        results = Path(options.results) if options.results else None
         printed = export_folder(Path(options.dir), out, repo_id, options.license, results)
         print(f"The example on the card prints:\n{printed}\n{out} is complete and checked.", flush=True)
         if options.push_to_hub:
@@ -64,7 +61,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _check(options: Namespace) -> None:
+    """ValueError for mistakes that the flags alone show, and for files and folders that do not exist."""
+    if options.push_to_hub is not None:
+        check_repo_id(options.push_to_hub, "--push_to_hub")
+    elif options.private:
+        raise ValueError("--private needs an upload: add --push_to_hub REPO_ID or leave it out.")
+    if not os.path.isdir(options.dir):
+        raise ValueError(f"{options.dir} is not a folder: name that of a finished run or of another saved HOPE.")
+    if options.results and not os.path.isfile(options.results):
+        raise ValueError(f"--results {options.results} is not a file: name a results.json of hope-hf eval.")
+    check_output(options.to, "--to")
+    require_new(Path(options.to), "--to")
+
+
 def _push(out: Path, repo_id: str, private: bool):
+    from .folder import ExportFailed
+    from .network import upload
+
     try:
         print(f"Uploaded to {upload(out, repo_id, private)}")
     except ExportFailed as error:

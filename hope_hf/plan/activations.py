@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from hope_hf.common.recompute import MIXERS, Recomputed
+from hope_hf.common.recompute import MIXERS
+from hope_hf.common.recompute_flag import Recomputed
 
 from .launch import Launch
 from .shapes import Shapes

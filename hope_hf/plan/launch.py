@@ -7,12 +7,13 @@ from typing import NoReturn
 
 import torch
 
-from hope_hf.common.launch_file import LOW_PRECISION
 from hope_hf.common.launch_file import read as read_content
 from hope_hf.common.packaged import LAUNCH_FILES, find_file
-from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.precision import LOW_PRECISION
+from hope_hf.common.recompute_flag import parse_recomputed
 
-MOST_PROCESSES = 65_536
+from .flags import MOST_PROCESSES
+
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ALL = frozenset((WEIGHTS, GRADIENTS, OPTIMIZER))
 

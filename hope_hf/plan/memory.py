@@ -8,7 +8,7 @@ shards.
 from collections import Counter
 from dataclasses import dataclass
 
-from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.recompute_flag import parse_recomputed
 
 from .activations import Activations, activations
 from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions

@@ -8,7 +8,7 @@ from hope_hf.common.defaults import default_lines
 from hope_hf.common.files import write_errors
 from hope_hf.common.flops import flops_per_token
 from hope_hf.common.gpus import GIB
-from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.common.results import Row, architecture, markdown_table
 
 from .activations import cache_bytes

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from hope_hf.common.models import is_hope
 from hope_hf.common.process import one_line
-from hope_hf.common.program import printed, program
+from hope_hf.common.program import printed
 
 from .launch import Launch, StepOptions
 from .memory import memory
-from .parsing import Question, parse
+from .parsing import Question
 from .shapes import shapes_of
 
 if TYPE_CHECKING:
@@ -63,11 +63,8 @@ def plan_running(model: PreTrainedModel, launch: Launch, step: StepOptions, per_
     )
 
 
-@program
-def main(argv: list[str]) -> int:
-    """Print the plan. Returns 0, 1 if it cannot be printed, or 2 after a mistake or for a batch that fits nowhere."""
-    question = parse(argv)
-    # Imported here: a misspelled flag is refused before the simulation's parts are imported.
+def answer(question: Question) -> int:
+    """Print the plan; returns 0, or 1 if it cannot be printed. ValueError for a batch that fits nowhere."""
     from .report import Plan, as_json, as_text, draw
     from .verdict import require_a_fit, settings, verdict
 

@@ -30,9 +30,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hope_hf.common.launch_file import LOW_PRECISION
 from hope_hf.common.objective import can_skip_logits, summed_loss
-from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.precision import LOW_PRECISION
+from hope_hf.common.recompute import recompute_activations
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
 
 from .launch import Launch, StepOptions

@@ -2,8 +2,21 @@
 
 `look_at_checkpoints` and `plot` are the programs that look at runs."""
 
-from .checkpoints.tool import main as look_at_checkpoints
 from .run import main
-from .watch.plot import main as plot
+
+
+def look_at_checkpoints(argv: list[str]) -> int:
+    """`hope-hf checkpoints`; returns the exit status."""
+    from .checkpoints.tool import main as look
+
+    return look(argv)
+
+
+def plot(argv: list[str]) -> int:
+    """`hope-hf plot`; returns the exit status."""
+    from .watch.plot import main as draw
+
+    return draw(argv)
+
 
 __all__ = ["look_at_checkpoints", "main", "plot"]

@@ -20,8 +20,8 @@ from hope_hf.export import ExportFailed, export_folder, upload
 from .checkpoints.manifest import read_manifest
 from .checkpoints.weights import read_weights, take_shards
 from .engines.base import Engine
+from .watch.metrics_file import METRICS_FILE
 from .watch.plot import draw_curves
-from .watch.tracking import METRICS_FILE
 
 # The files of `save_pretrained`; a user may keep others beside them.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")

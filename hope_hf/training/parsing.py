@@ -7,17 +7,19 @@ from pathlib import Path
 from hope_hf.common.defaults import VOCAB_SIZE, defaults_of
 from hope_hf.common.flags import TEXT_SOURCES, check_output, check_repo_id, check_streaming, warn_of_text_flags
 from hope_hf.common.launch_file import MICRO_BATCH, deepspeed_json
+from hope_hf.common.overrides import named_vocabulary
 from hope_hf.common.packaged import RECIPES, packaged_files
 from hope_hf.common.parser import Parser, named_flags
 from hope_hf.common.process import warn_once
+from hope_hf.common.program import importing
 from hope_hf.common.recipe import MODELS, read_recipe, replaced
-from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.common.run_arguments import FLAGS, GROUPS, Arguments
 from hope_hf.common.run_recipe import split_run_recipe
 
-from .process import parse_stop_after
-from .schedule import parse_settings
-from .watch.profile import parse_profiled
+from .checkpoints.run_folder import saved_defaults
+from .flag_values import parse_profiled, parse_settings, parse_stop_after
+from .places import check_text_and_model
 
 # Flags of a first day.
 FIRST = (
@@ -53,7 +55,7 @@ def parse(argv: list[str]) -> Arguments:
     demo = not named & {*MODELS, *NAMES_DATA}
     if demo:
         recipe = replaced(read_recipe(DEMO_RECIPE, FLAGS), named) + recipe
-    groups = parser.parse_args_into_dataclasses(recipe + argv, look_for_args_file=False)
+    groups = parser.parse_groups(recipe + argv)
     values = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     args = Arguments(**values, demo=demo)
     _check(args)
@@ -67,15 +69,15 @@ def parse(argv: list[str]) -> Arguments:
 
 def _with_defaults(args: Arguments, named: set[str]) -> Arguments:
     """The flags with the defaults of a text of this size in place of those that were not named."""
-    # Imported here: --help and misspelled flags need no models and data sets.
-    from hope_hf import PRESETS
-    from hope_hf.common.models import build_config, named_vocabulary
-    from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
-
-    from .checkpoints.run_folder import saved_defaults
-
     defaults = saved_defaults(args.output_dir, args.resume_from_checkpoint)
     if defaults is None:
+        check_text_and_model(args)
+        # Not at the top, see `hope_hf.training.run`.
+        with importing():
+            from hope_hf import PRESETS
+            from hope_hf.common.models import build_config
+            from hope_hf.data import DEFAULT_VOCAB_SIZE, size_of_files
+
         vocab_size = named_vocabulary(args.config_overrides)
         config = build_config(args, None, vocab_size or DEFAULT_VOCAB_SIZE, PRESETS)
         decided = {
@@ -134,6 +136,7 @@ def _check(args: Arguments):
         raise ValueError("--output_dir is missing: name a folder for the run.")
     check_output(args.output_dir, "--output_dir")
     parse_recomputed(args.gradient_checkpointing)
+    named_vocabulary(args.config_overrides)
     if args.profile_steps is not None:
         parse_profiled(args.profile_steps)
     if args.stop_after is not None:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -13,8 +12,11 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from hope_hf.common.process import is_first_process, set_up_cpu
+from hope_hf.common.devices import set_up_cpu
+from hope_hf.common.process import is_first_process
 from hope_hf.interrupt import quit_now, write_now
+
+from .flag_values import parse_stop_after
 
 QUIT = "stopped by Ctrl-C; the same command goes on from the last checkpoint."
 
@@ -65,19 +67,6 @@ class StopAfter:
     def reached(self, steps: int) -> bool:
         """Whether to stop before the next step; `steps`: those that this launch has made."""
         return steps >= self._steps or time.monotonic() - self._start >= self._seconds
-
-
-def parse_stop_after(named: str) -> tuple[float, float]:
-    """The steps and the seconds of `--stop_after`, one of them infinite; ValueError for anything else."""
-    match = re.fullmatch(r"(?P<steps>\d{1,9})|(?P<time>\d{1,9}(\.\d{1,9})?)(?P<unit>[smh])", named.strip(), re.ASCII)
-    steps = seconds = math.inf
-    if match and match["steps"]:
-        steps = int(match["steps"])
-    elif match:
-        seconds = float(match["time"]) * {"s": 1, "m": 60, "h": 3600}[match["unit"]]
-    if not match or 0 in (steps, seconds):
-        raise ValueError(f"--stop_after is {named!r}: give steps or a time, such as 500, 30s, 90m or 11.5h.")
-    return steps, seconds
 
 
 class StopSignal:

@@ -3,11 +3,12 @@
 import errno
 
 from hope_hf.common.files import PROCESSES
-from hope_hf.common.process import first_line, launched_rank, memory_is_full, print_error, sigterm_on_launcher_exit
-from hope_hf.common.program import program
+from hope_hf.common.process import first_line, launched_rank, print_error, sigterm_on_launcher_exit
+from hope_hf.common.program import importing, program
 from hope_hf.interrupt import STATUS
 
 from .parsing import parse
+from .places import check_places
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -19,11 +20,15 @@ def main(argv: list[str]) -> int:
     """
     sigterm_on_launcher_exit()
     args = parse(argv)
-    # Not at the top: --help and misspelled flags need no import of models and data sets.
-    from .engines.guard import OneSidedError, gone, lost_process
-    from .preflight.run import dry_run
-    from .process import QUIT
-    from .trainer import TrainingDiverged, train
+    check_places(args)
+    # Not at the top: flags are read and files are looked for without torch, which takes seconds to be imported.
+    with importing():
+        from hope_hf.common.devices import memory_is_full
+
+        from .engines.guard import OneSidedError, gone, lost_process
+        from .preflight.run import dry_run
+        from .process import QUIT
+        from .trainer import TrainingDiverged, train
 
     try:
         return dry_run(args) if args.dry_run else train(args)

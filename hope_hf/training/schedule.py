@@ -15,6 +15,8 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from hope_hf.common.process import one_line
 from hope_hf.common.run_arguments import OptimizationArguments
 
+from .flag_values import parse_settings
+
 MOST_WARM_UP_STEPS = 1000
 # They have no last step.
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
@@ -145,20 +147,6 @@ def describe_change(old: Schedule, new: Schedule, peak: float, step: int, rate: 
         f"learning rate {now(step) * peak:g} instead of {rate:g}. The steps before keep the old rates, so the run is "
         "not bit-equal to one with these flags from the beginning."
     )
-
-
-def parse_settings(text: str | None) -> dict:
-    """`--lr_scheduler_kwargs` as keywords; ValueError if it is no JSON object of numbers and words."""
-    try:
-        settings = json.loads(text or "{}")
-        if not isinstance(settings, dict) or any(isinstance(value, dict | list) for value in settings.values()):
-            raise ValueError("it is no object of numbers and words")
-    # RecursionError: thousands of nested brackets.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f'--lr_scheduler_kwargs cannot be read ({one_line(error)}): give a JSON object, {{"min_lr_rate": 0.1}}.'
-        ) from None
-    return settings
 
 
 def saved_schedule(values: dict) -> Schedule:

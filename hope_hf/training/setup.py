@@ -7,15 +7,18 @@ from pathlib import Path
 import huggingface_hub
 import torch
 from accelerate import Accelerator
+from datasets import disable_progress_bars
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import hope_hf
 from hope_hf.common.adapters import add_lora, require_peft_for_training
 from hope_hf.common.defaults import VOCAB_SIZE
 from hope_hf.common.flags import LARGEST_VOCABULARY, ModelArguments
-from hope_hf.common.models import build_config, build_model, is_hope, load_config, named_vocabulary
+from hope_hf.common.models import build_config, build_model, is_hope, load_config
+from hope_hf.common.overrides import named_vocabulary
 from hope_hf.common.process import MISTAKES, warn_once
-from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.recompute import recompute_activations
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.common.run_arguments import (
     FLAGS,
     LONGEST_DEFAULT_BLOCK,
@@ -28,7 +31,6 @@ from hope_hf.data import (
     Data,
     DataConfig,
     build_data,
-    disable_progress_bars,
     warn_of_other_tokenizer,
 )
 from hope_hf.optim import LevelClock, build_optimizer

@@ -1,23 +1,27 @@
 """The parser of all programs: one spelling of each flag."""
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config
+from transformers import GPT2Config, HfArgumentParser
 
 from hope_hf import HopeConfig
-from hope_hf.chat.flags import parse_generate
+from hope_hf.chat.flags import GROUPS, TextArguments, parse_generate
 from hope_hf.common.flags import ModelArguments, require_local
 from hope_hf.common.models import load_config
-from hope_hf.common.parser import nearest
+from hope_hf.common.parser import Parser, nearest
 from hope_hf.common.run_arguments import FLAGS as TRAINING_FLAGS
+from hope_hf.common.run_arguments import GROUPS as TRAINING_GROUPS
 from hope_hf.data.documents import load_data_set
 from hope_hf.data.vocabulary import load_tokenizer
 from hope_hf.evaluation import flags as evaluation_flags
 from hope_hf.evaluation.flags import FLAGS as EVALUATION_FLAGS
+from hope_hf.evaluation.flags import GROUPS as EVALUATION_GROUPS
 from hope_hf.evaluation.suites import SUITES
 from hope_hf.export.run import make_parser as make_export_parser
-from hope_hf.plan.parsing import make_parser as make_plan_parser
+from hope_hf.plan.flags import GROUPS as PLAN_GROUPS
+from hope_hf.plan.flags import make_parser as make_plan_parser
 from hope_hf.training import parsing as training_parsing
 
 
@@ -42,6 +46,31 @@ def test_dashes_are_read_as_underscores_by_the_run_and_the_evaluation(tmp_path):
 def test_an_error_names_one_spelling_and_two_dashes_are_no_value(words):
     with pytest.raises(ValueError, match="Argument --gpus_per_node: "):
         make_plan_parser().parse_args(words)
+
+
+CHAT_GROUPS = (TextArguments, *GROUPS)
+
+
+@pytest.mark.parametrize("groups", [TRAINING_GROUPS, EVALUATION_GROUPS, PLAN_GROUPS, CHAT_GROUPS])
+def test_flags_are_read_as_transformers_reads_them(groups):
+    def facts(action):
+        kind = action.type
+        words = ["1", "0", "true", "no", "x"]
+        read = [_read(kind, word) for word in words] if kind else None
+        return action.dest, action.nargs, action.const, action.default, action.required, action.choices, read
+
+    own = {action.option_strings[0]: action for action in Parser(groups)._actions}
+    theirs = {action.option_strings[0]: action for action in HfArgumentParser(groups)._actions}
+    assert list(own) == list(theirs)
+    for name, action in own.items():
+        assert facts(action) == facts(theirs[name]), name
+
+
+def _read(kind, word: str):
+    try:
+        return kind(word)
+    except (ValueError, ArgumentTypeError):
+        return ValueError
 
 
 def suggested(name: str, known) -> str:

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 
-from hope_hf.common import process
-from hope_hf.common.process import accept_any_character, choose_device
+from hope_hf.common import devices
+from hope_hf.common.devices import choose_device
+from hope_hf.common.process import accept_any_character
 
 
 def test_any_text_can_be_printed(monkeypatch):
@@ -31,14 +32,14 @@ def test_a_cuda_build_without_a_driver_computes_on_the_cpu(monkeypatch):
 def test_threads_give_way_to_other_programs(monkeypatch, free, threads, says):
     taken = [0]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(process, "default_threads", lambda: 8)
+    monkeypatch.setattr(devices, "default_threads", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: taken[-1])
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     # One that has no core makes all wait.
-    monkeypatch.setattr(process, "_slowdown", lambda threads, fewer: 20.0 if threads > free else 0.6)
+    monkeypatch.setattr(devices, "_slowdown", lambda threads, fewer: 20.0 if threads > free else 0.6)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        process.set_up_cpu(None, says)
+        devices.set_up_cpu(None, says)
     assert taken[-1] == threads
     said = [str(warning.message) for warning in caught]
     assert len(said) == (says and threads < 8)
@@ -46,14 +47,14 @@ def test_threads_give_way_to_other_programs(monkeypatch, free, threads, says):
 
 
 def test_threads_that_the_user_chose_stay(monkeypatch):
-    monkeypatch.setattr(process, "_slowdown", None)
+    monkeypatch.setattr(devices, "_slowdown", None)
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     try:
         for wish, threads in ((3, 3), (None, 2)):
-            process.set_up_cpu(wish)
+            devices.set_up_cpu(wish)
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

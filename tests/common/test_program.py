@@ -17,7 +17,9 @@ from hope_hf.interrupt import _is_ours, while_importing
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", [["run_clm.py"], ["-m", "hope_hf", "plan"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "command", [["run_clm.py", "--output_dir", "x"], ["-m", "hope_hf", "plan"]], ids=["script", "module"]
+)
 def test_ctrl_c_while_a_program_imports_is_one_sentence(tmp_path, command):
     (tmp_path / "transformers.py").write_text(
         "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"

@@ -6,7 +6,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hope_hf import HopeCache
-from hope_hf.common.recompute import parse_recomputed, recompute_activations
+from hope_hf.common.recompute import recompute_activations
+from hope_hf.common.recompute_flag import parse_recomputed
 
 LLAMA = dict(model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2)
 GPT2 = dict(model_type="gpt2", n_embd=32, n_layer=4, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)

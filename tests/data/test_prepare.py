@@ -15,7 +15,7 @@ import pytest
 from four_corpora import TEXT_TOGETHER, prepare_words, sentence
 
 from hope_hf.common.folder_lock import FolderLock
-from hope_hf.data import prepare, shard_writer
+from hope_hf.data import preparation, shard_writer
 from hope_hf.data.prepare import main
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def test_a_killed_process_is_a_sentence_and_the_same_command_goes_on(mixture, sh
     for path in copy.glob("notes/*.bin"):
         path.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "EncodingPool", Dying)
+        patch.setattr(preparation, "EncodingPool", Dying)
         refused(copy, "--num_proc", "--num_proc", "2")
     assert main(prepare_words(mixture, copy)) == 0
     assert content(copy) == content(shards)

@@ -10,7 +10,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hope_hf.data.tokenizer import Text, main, sample
+from hope_hf.data.tokenizer import main
+from hope_hf.data.tokenizer_text import Text, sample
 from hope_hf.data.vocabulary import (
     bytes_per_id,
     load_tokenizer,

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.common.recompute import Recomputed, recompute_activations
+from hope_hf.common.recompute import recompute_activations
+from hope_hf.common.recompute_flag import Recomputed
 from hope_hf.model.continuum import CONTINUA
 
 

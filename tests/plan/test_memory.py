@@ -8,7 +8,7 @@ from models import small_config
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 
 from hope_hf import HopeCache, HopeForCausalLM
-from hope_hf.common.recompute import Recomputed
+from hope_hf.common.recompute_flag import Recomputed
 from hope_hf.plan.activations import activations, cache_bytes
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import memory, shard_bytes

@@ -16,8 +16,9 @@ from hope_hf.training.checkpoints.manifest import read_manifest, remove_leftover
 from hope_hf.training.checkpoints.optimizer import _read_other_period
 from hope_hf.training.checkpoints.writer import BestModel
 from hope_hf.training.engines.base import Slice
+from hope_hf.training.flag_values import parse_stop_after
 from hope_hf.training.parsing import parse
-from hope_hf.training.process import StopAfter, parse_stop_after
+from hope_hf.training.process import StopAfter
 from hope_hf.training.schedule import Schedule, schedule_of
 
 EACH = ["--checkpointing_steps", "2", "--save_total_limit", "9", "--eval_steps", "0"]

@@ -8,7 +8,7 @@ import pytest
 
 from hope_hf.common.flags import TEXT_SOURCES
 from hope_hf.common.recipe import MODELS, read_recipe
-from hope_hf.common.recompute import parse_recomputed
+from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.common.run_arguments import FLAGS
 from hope_hf.training.parsing import parse, repo_id
 
@@ -131,14 +131,15 @@ IGNORED = [
     ["--text_column", "body"],
     ["--on_bad_rows", "skip", "--dataset_name", "a"],
     ["--text_column", "b", "--dataset_mixture", "a"],
-    ["--validation_split_percentage", "9", "--train_file", "a.txt", "--validation_file", "b"],
+    ["--validation_split_percentage", "9", "--train_file", "a.txt", "--validation_file", "b.txt"],
 ]
 
 
 @pytest.mark.parametrize("words", IGNORED, ids=lambda words: words[0])
 def test_an_ignored_flag_warns(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("some text")
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("some text")
     with pytest.warns(UserWarning, match=f"{words[0]} is ignored"):
         parse([*words, "--output_dir", "x"])
 

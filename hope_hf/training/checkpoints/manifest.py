@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hope_hf.common.adapters import ADAPTER_WEIGHTS
 from hope_hf.common.files import (
     CHECKPOINT,
     flush_folder,
@@ -28,7 +27,7 @@ from hope_hf.common.files import (
     read_small,
     unfinished,
 )
-from hope_hf.common.weights import PART, parts_of
+from hope_hf.common.weight_names import ADAPTER_WEIGHTS, PART, parts_of
 
 MANIFEST = "manifest.json"
 # Increased when the other files change; a version reads only its own format.
@@ -154,7 +153,7 @@ def latest_checkpoint(output_dir: str | Path) -> Manifest | None:
     Warns of every newer one that it skips. Raises ValueError if there are checkpoints, and none is complete.
     """
     problem = None
-    for folder in _checkpoints(Path(output_dir)):
+    for folder in checkpoints_in(Path(output_dir)):
         try:
             return verify(folder)
         except ValueError as error:
@@ -163,6 +162,11 @@ def latest_checkpoint(output_dir: str | Path) -> Manifest | None:
     if problem is not None:
         raise ValueError(f"{output_dir} holds no complete checkpoint; delete its checkpoint folders to begin again.")
     return None
+
+
+def no_latest(output_dir: Path) -> ValueError:
+    """The error of `--resume_from_checkpoint latest` where there is none."""
+    return ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin.")
 
 
 def last_good(output_dir: str | Path) -> str:
@@ -284,7 +288,7 @@ def rotate(
         return
     # Sizes are enough here: the newest was just sealed, and reading all others would double the time of a save.
     complete = 1
-    for folder in _checkpoints(output_dir):
+    for folder in checkpoints_in(output_dir):
         step = _step(folder)
         if folder == newest or step > _step(newest) or not _is_of_run(folder, mark):
             continue
@@ -317,7 +321,7 @@ def _manifest_of_run(folder: Path, mark: str) -> Manifest | None:
     return manifest if is_own else None
 
 
-def _checkpoints(output_dir: Path) -> list[Path]:
+def checkpoints_in(output_dir: Path) -> list[Path]:
     """Newest first; of two of the same step, the one with the final name first."""
     folders = []
     for path in output_dir.glob("checkpoint-*"):

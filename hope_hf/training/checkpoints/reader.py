@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate import PartialState
 from torch import Tensor
 
-from .manifest import FORMAT, MANIFEST, Manifest, latest_checkpoint, verify
+from .manifest import FORMAT, MANIFEST, Manifest, latest_checkpoint, no_latest, verify
 from .run_folder import on_first_process, origin_of
 from .state_files import SHARED_STATE, load_state, not_of_a_run
 
@@ -134,9 +134,7 @@ def _choose(output_dir: Path, resume_from_checkpoint: str | None, record: dict) 
     if resume_from_checkpoint in (None, "latest"):
         newest = latest_checkpoint(output_dir)
         if newest is None and resume_from_checkpoint == "latest":
-            raise ValueError(
-                f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint, so omit the flag to begin."
-            )
+            raise no_latest(output_dir)
         return newest
     newest = latest_checkpoint(output_dir)
     other = other_run(output_dir, resume_from_checkpoint)

@@ -8,18 +8,19 @@ import uuid
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-
-from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list
+from typing import TYPE_CHECKING
 
 from hope_hf.common.defaults import Default
 from hope_hf.common.files import RUN_FILE, read_small, replace_text, write_errors
 from hope_hf.common.folder_lock import FolderLock
 from hope_hf.common.results import command_to_keep, commands_of, provenance
 from hope_hf.common.run_arguments import Arguments
-from hope_hf.data import difference_of_text
 
 from .manifest import MANIFEST, remove_leftovers
+
+# Not imported: whether a folder holds another run is read before accelerate, which takes seconds to be imported.
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
 
 # Keys of an identity beside the flags: the weights that the run began from, and the files of its text.
 WEIGHTS, TEXT_FILES = "weights of the model", "text"
@@ -39,7 +40,7 @@ class RunFolder:
     `only_looks` nothing is written, and the folder is neither made nor locked.
     """
 
-    def __init__(self, output_dir: str, accelerator: Accelerator, only_looks: bool = False):
+    def __init__(self, output_dir: str, accelerator: "Accelerator", only_looks: bool = False):
         self.path = Path(output_dir)
         self._accelerator = accelerator
         self._only_looks = only_looks
@@ -119,29 +120,33 @@ class RunFolder:
 
     def _read(self, identity: dict, changeable: Collection[str]) -> dict | None:
         """The record in the folder, if it is of a run with this identity; None for a new folder."""
-        file = self.path / RUN_FILE
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--output_dir {self.path} is a file: name a folder.")
-        if not file.exists():
-            for path in (*map(self.path.joinpath, OURS), *self.path.glob("checkpoint-*")):
-                if path.exists():
-                    raise ValueError(
-                        f"--output_dir {self.path} holds {path.name} but no {RUN_FILE}: choose an empty or new folder."
-                    )
-            return None
-        record = read_record(self.path)
-        has_checkpoint = record["complete"] or any(self.path.glob("checkpoint-*"))
-        # of a run that was changed, the first command is refused as well
-        last = commands_of(record)[-1]
-        command = f" ({shlex.join(map(str, last))})"
-        theirs = record["identity"]
-        require_same_run(f"--output_dir {self.path}", identity, theirs, changeable, has_checkpoint, command)
-        return record
+        return record_in(self.path, identity, changeable)
 
     def _write(self, record: dict):
         with write_errors(f"--output_dir {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             replace_text(self.path / RUN_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def record_in(folder: Path, identity: dict, changeable: Collection[str]) -> dict | None:
+    """The record in a run's folder, if it is of a run with this identity; None for a new folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir {folder} is a file: name a folder.")
+    if not (folder / RUN_FILE).exists():
+        for path in (*map(folder.joinpath, OURS), *folder.glob("checkpoint-*")):
+            if path.exists():
+                raise ValueError(
+                    f"--output_dir {folder} holds {path.name} but no {RUN_FILE}: choose an empty or new folder."
+                )
+        return None
+    record = read_record(folder)
+    has_checkpoint = record["complete"] or any(folder.glob("checkpoint-*"))
+    # of a run that was changed, the first command is refused as well
+    last = commands_of(record)[-1]
+    command = f" ({shlex.join(map(str, last))})"
+    theirs = record["identity"]
+    require_same_run(f"--output_dir {folder}", identity, theirs, changeable, has_checkpoint, command)
+    return record
 
 
 def _continued_record(record: dict, identity: dict) -> dict:
@@ -259,6 +264,8 @@ def require_same_run(
         elif name in Arguments.CHANGEABLE and not regrouped:
             change = " or give --resume_from_checkpoint latest to continue it with this change,"
         if name == "data":
+            from hope_hf.data import difference_of_text
+
             difference = difference_of_text(theirs.get(TEXT_FILES, {}), ours.get(TEXT_FILES, {}))
             difference = difference or "the flags name the same data, but their text or tokenizer has changed"
             raise ValueError(
@@ -298,7 +305,7 @@ def changes(names: list[str], before: dict, now: dict, step: int) -> list[str]:
     return lines
 
 
-def on_first_process(process: Accelerator | PartialState, function):
+def on_first_process(process: "Accelerator | PartialState", function):
     """Call `function` on rank 0 and give its result, or its ValueError, to all processes."""
     result = problem = None
     if process.is_main_process:
@@ -306,6 +313,8 @@ def on_first_process(process: Accelerator | PartialState, function):
             result = function()
         except ValueError as error:
             problem = str(error)
+    from accelerate.utils import broadcast_object_list
+
     result, problem = broadcast_object_list([result, problem])
     if problem is not None:
         raise ValueError(problem)

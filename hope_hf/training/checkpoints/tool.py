@@ -14,7 +14,6 @@ from hope_hf.common.program import printed, program
 from hope_hf.common.results import markdown_table
 
 from .manifest import Manifest, file_size, latest_checkpoint, read_manifest, verify
-from .weights import join
 
 # Files that only a continued run needs.
 STATE_FILES = ("optimizer", "scheduler.", "trainer.", "rank_", "manifest.")
@@ -104,6 +103,9 @@ def _consolidate(manifest: Manifest, out: Path):
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, unfinished / name)
         if parts:
+            # Not at the top: torch takes seconds to be imported, and only parts are joined with it.
+            from .weights import join
+
             join(manifest, unfinished)
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:

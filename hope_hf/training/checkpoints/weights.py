@@ -23,9 +23,10 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hope_hf.common.adapters import ADAPTER_WEIGHTS, load_adapter
+from hope_hf.common.adapters import load_adapter
 from hope_hf.common.files import copy_rights_of_folder
 from hope_hf.common.process import MISTAKES
+from hope_hf.common.weight_names import ADAPTER_WEIGHTS
 
 from ..engines.base import Engine, dtype_name
 from .manifest import FIX, Manifest

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from hope_hf.common.files import share_weights
-from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.precision import LOW_PRECISION
 from hope_hf.common.run_arguments import MemoryArguments
 from hope_hf.optim import RULES, LevelClock
 from hope_hf.plan import STRATEGIES, Launch, Strategy

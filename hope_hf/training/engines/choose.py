@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from hope_hf.common.launch_file import LOW_PRECISION, check_launch_file
+from hope_hf.common.launch_file import check_launch_file
+from hope_hf.common.precision import LOW_PRECISION
 from hope_hf.common.process import first_line, warn_once
 
 from .base import Engine, EngineOptions

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from transformers import PreTrainedModel
 
-from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.precision import LOW_PRECISION
 from hope_hf.common.process import warn_once
 from hope_hf.optim import LevelClock
 from hope_hf.plan import UNSHARDED, Launch, fsdp_strategy

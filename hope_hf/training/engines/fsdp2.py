@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hope_hf.common.launch_file import LOW_PRECISION
+from hope_hf.common.precision import LOW_PRECISION
 from hope_hf.common.process import warn_once
 from hope_hf.optim import LevelClock, own_part
 from hope_hf.plan import Launch, fsdp_strategy

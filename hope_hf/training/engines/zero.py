@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from hope_hf.common.launch_file import LOW_PRECISION, MICRO_BATCH, deepspeed_json
+from hope_hf.common.launch_file import MICRO_BATCH, deepspeed_json
+from hope_hf.common.precision import LOW_PRECISION
 from hope_hf.common.process import warn_once
 from hope_hf.optim import LevelClock
 from hope_hf.plan import Launch, zero_strategy

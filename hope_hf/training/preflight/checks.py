@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hope_hf.common.gpus import GIB
-from hope_hf.common.recompute import Recomputed, parse_recomputed
+from hope_hf.common.recompute_flag import Recomputed, parse_recomputed
 
 from .facts import Facts, Gpu, Room, RoomOptions
 

@@ -8,9 +8,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from hope_hf.common.devices import memory_is_full
 from hope_hf.common.folder_lock import is_locked
 from hope_hf.common.gpus import GIB
-from hope_hf.common.process import first_line, memory_is_full
+from hope_hf.common.process import first_line
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.plan import StepOptions
 

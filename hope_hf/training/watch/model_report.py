@@ -8,6 +8,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from .metrics_file import ALL
+
 
 def self_modifying_mixers(model: nn.Module) -> dict[int, nn.Module]:
     """Mixers that report on their memories, by layer."""
@@ -77,8 +79,6 @@ def level_rows(optimizer, tokens_per_step: int) -> dict[str, int]:
     return rows
 
 
-# Stands for the layer in names of rows of all layers together.
-ALL = "all"
 # Logged steps in a row after which a mixer's warning is printed.
 STEPS = 100
 

@@ -4,9 +4,9 @@ import math
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+from hope_hf.common.devices import threads_of_user
 from hope_hf.common.files import PROCESSES
 from hope_hf.common.gpus import peak_flops
-from hope_hf.common.process import threads_of_user
 from hope_hf.common.run_arguments import RunArguments
 
 from ..engines.base import Engine, Update

@@ -19,8 +19,7 @@ from hope_hf.common.program import program
 from hope_hf.common.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
 
 from ..checkpoints.run_folder import TEXT_FILES, WEIGHTS
-from .model_report import ALL
-from .tracking import METRICS_FILE, curve, read_metrics
+from .metrics_file import ALL, METRICS_FILE, curve, read_metrics
 
 
 @dataclass(frozen=True)

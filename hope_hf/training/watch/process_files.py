@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hope_hf.common.devices import memory_is_full
 from hope_hf.common.gpus import GIB
-from hope_hf.common.process import memory_is_full
 
 from ..engines.base import Engine
 from ..engines.placement import free_memory, size_in_bytes

@@ -12,24 +12,11 @@ from torch.profiler import profile, record_function
 from hope_hf.common.process import warn_once
 from hope_hf.common.results import markdown_table
 
-MOST_STEPS = 100
+from ..flag_values import parse_profiled
+
 TRACE = "trace_rank{}.json.gz"
 STEP = "ProfilerStep#"
 """Begins the names of the spans in a trace that are steps, as torch's own tools have it."""
-
-
-def parse_profiled(value: str) -> range:
-    """The steps that `--profile_steps` names, as `10-12` or `10`; ValueError for any other value."""
-    first, dash, last = value.partition("-")
-    ends = [first, last] if dash else [first, first]
-    if all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
-        steps = range(int(ends[0]), int(ends[1]) + 1)
-        if steps and steps[0] > 0 and len(steps) <= MOST_STEPS:
-            return steps
-    raise ValueError(
-        f"--profile_steps is {value[:40]!r}: give a step or a range of at most {MOST_STEPS} of them, counted from 1, "
-        "such as 10-12."
-    )
 
 
 def check_profiled(named: str | None, total_steps: int) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from training_runs import LLAMA, ROOT, free_port
 
-from hope_hf.common import process
-from hope_hf.common.process import default_threads
+from hope_hf.common import devices
+from hope_hf.common.devices import default_threads
 from hope_hf.common.run_arguments import Arguments
 from hope_hf.training.engines import choose
 from hope_hf.training.engines.choose import make_engine
@@ -87,7 +87,7 @@ def test_threads_are_shared_between_the_processes_of_a_machine(eight_cores, monk
     # The default of launchers.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(process, "_launcher_has_threads", lambda: False)
+    monkeypatch.setattr(devices, "_launcher_has_threads", lambda: False)
     assert default_threads() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert default_threads() == 2

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from hope_hf.common import results
 from hope_hf.training.watch import plot
+from hope_hf.training.watch.metrics_file import read_metrics
 from hope_hf.training.watch.plot import LAYER_PANELS
-from hope_hf.training.watch.tracking import read_metrics
 
 # A run that was killed while writing leaves half a row.
 HALF = '{"step": 4, "tok'

@@ -6,7 +6,8 @@ import json
 import pytest
 from training_runs import EVERY_FOURTH, forget_the_end
 
-from hope_hf.training.watch.profile import MOST_STEPS, STEP
+from hope_hf.training.flag_values import MOST_STEPS
+from hope_hf.training.watch.profile import STEP
 
 
 @pytest.mark.parametrize("value", ["12-10", "0-3", "3-", "²", f"1-{MOST_STEPS + 1}", "7-9"])
