@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from hope_hf import HopeCache
 from hope_hf.chat import reading
 from hope_hf.chat.conversation import Transcript
+from hope_hf.chat.files import text_of
 
 TEXT = " ".join(f"w{(7 * i * i + i) % 61}" for i in range(90))
 
@@ -84,4 +85,4 @@ def test_files_without_text_are_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "book.txt").write_bytes(content)
     with pytest.raises(ValueError, match=rf"--file {tmp_path}/book.txt (is empty|cannot be read as text)"):
-        reading.text_of(f"{tmp_path}/book.txt", "--file")
+        text_of(f"{tmp_path}/book.txt", "--file")
