@@ -13,7 +13,7 @@ from hope_hf import HopeCache
 from hope_hf.frozen import memory_mixers
 
 from .display import progress
-from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
+from .flags import Arguments, parse_lengths
 from .held_out import held_out_documents
 from .result import CannotRun, Row, SuiteResult, summary_row
 from .streams import memory_states, piece_ends
@@ -24,7 +24,6 @@ DEFAULT_STRESS_LENGTHS = "1k,16k"
 LIMITED_STRESS_LENGTHS = "1k"
 
 
-@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed", needs_memory=True)
 def memory(args: Arguments, subject: Subject) -> SuiteResult:
     """Learning rates and horizons per head on held-out text, and the largest state under unusual inputs.
 

@@ -18,7 +18,7 @@ from hope_hf.data import bytes_per_id
 from hope_hf.frozen import mixed_losses
 
 from .display import curves, progress, small_curves
-from .flags import MODEL, TEXT, Arguments, parse_lengths, suite
+from .flags import Arguments, parse_lengths
 from .held_out import HeldOut, held_out_documents
 from .levels import Piece, joined, learned_scores, level_panels, level_rows
 from .result import TEXT_TABLE, Number, Row, SuiteResult, put, summary_row
@@ -52,7 +52,6 @@ LABELS = {
 LEARNED = "loss_minus_levels_learn"
 
 
-@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "batch_size")
 def perplexity(args: Arguments, subject: Subject) -> SuiteResult:
     """Loss, perplexity and bits per byte of the held-out documents, and loss by position in the long ones.
 

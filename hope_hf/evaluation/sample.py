@@ -5,7 +5,7 @@ import torch
 from hope_hf.common.files import read_small
 from hope_hf.common.process import one_line
 
-from .flags import MODEL, TEXT, Arguments, suite
+from .flags import Arguments
 from .held_out import held_out_documents
 from .result import SuiteResult
 from .subject import PLAIN, Subject, require_finite
@@ -18,7 +18,6 @@ _SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "mi
 LARGEST = 1 << 20
 
 
-@suite(*MODEL, *TEXT, "prompts", "max_new_tokens", "limit", "seed")
 def sample(args: Arguments, subject: Subject) -> SuiteResult:
     """Greedy and sampled (temperature 0.8, top 50) continuations of `--prompts`, or of held-out documents' beginnings.
 

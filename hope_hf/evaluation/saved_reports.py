@@ -24,14 +24,15 @@ def find_report(run: str, flag: str) -> Path:
     Raises ValueError naming `flag`.
     """
     path = Path(run)
-    # A pipe is refused when it is read.
-    if path.exists() and not path.is_dir():
+    # Unlike those of a Path, these take a name that is too long. A pipe is refused when it is read.
+    if os.path.exists(path) and not os.path.isdir(path):
         return path
     report = path / RESULTS_FILE
-    if report.is_file():
+    if os.path.isfile(report):
         return report
     # Archived reports are named by their time.
-    newest = max(path.glob("*Z*.json"), key=_time_and_number, default=None)
+    archived = path.glob("*Z*.json") if os.path.isdir(path) else ()
+    newest = max(archived, key=_time_and_number, default=None)
     if newest is None:
         raise ValueError(f"{flag} {run} holds no {RESULTS_FILE} and no archived report: name what hope-hf eval wrote.")
     return newest

@@ -5,7 +5,6 @@ import os
 import traceback
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -23,7 +22,8 @@ from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoin
 from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
 from .display import show_progress
-from .flags import Arguments, chosen_tasks, names
+from .flags import Arguments, names
+from .places import in_processes
 from .report import Report, archive, archive_folder, as_json, as_markdown, free_folder, summary
 from .result import CannotRun, SuiteResult, numbers
 from .saved_reports import run_name
@@ -63,23 +63,10 @@ def _set_up(args: Arguments):
     if not show_progress():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    suites = names(args.suite)
-    # What is wrong is found here and not hours later, after the suites in front of it.
-    for name in suites:
-        if not args.model_name_or_path:
-            raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
-        if SUITES[name].package and find_spec(SUITES[name].package) is None:
-            raise ValueError(f"--suite {name} needs {SUITES[name].package}: pip install 'hope_hf[eval]'.")
-    if args.validation_file and any("validation_file" in SUITES[name].reads for name in suites):
+    # An empty file is found here and not hours later, after the suites in front of the one that reads it.
+    if args.validation_file and any("validation_file" in SUITES[name].reads for name in names(args.suite)):
         find_files(args.validation_file, "--validation_file", "validation")
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    alone = [name for name in suites if not SUITES[name].in_processes]
-    if several and alone:
-        raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
-    for name in suites:
-        if args.tasks is not None and SUITES[name].tasks:
-            chosen_tasks(with_own_tasks(args, name), name, SUITES[name].tasks)
-    if several:
+    if in_processes():
         _join_processes()
 
 

@@ -1,16 +1,87 @@
-"""The table of suites: each one declares what it offers. A new suite is a file and a line here."""
+"""The table of suites: what each one offers, and where it is. The suites themselves import torch and models.
+
+A new suite is a file, a function here that declares the flags it reads, and its row.
+"""
 
 from dataclasses import replace
 
-from .continual.class_incremental import class_incremental
-from .continual.in_use import continual
-from .flags import LM_EVAL, Arguments, names
-from .memory import memory
-from .needle.retrieval import needle, passkey
-from .perplexity import perplexity
-from .recall.suite import recall
-from .sample import sample
-from .zero_shot import zero_shot
+from .continual.classes import TASKS as CLASS_TASKS
+from .flags import LM_EVAL, MODEL, TEXT, Arguments, names, suite
+from .needle.tasks import TASKS as NEEDLES
+from .recall.readings import READINGS
+
+
+@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "batch_size")
+def perplexity(args: Arguments, subject):
+    from .perplexity import perplexity as measure
+
+    return measure(args, subject)
+
+
+@suite(*MODEL, "lengths", "depths", "samples_per_length", "limit", "batch_size", "seed")
+def passkey(args: Arguments, subject):
+    from .needle.retrieval import passkey as measure
+
+    return measure(args, subject)
+
+
+@suite(
+    *MODEL, *TEXT, "tasks", "lengths", "depths", "samples_per_length", "limit", "batch_size", "max_new_tokens",
+    "seed", tasks=NEEDLES,
+)  # fmt: skip
+def needle(args: Arguments, subject):
+    from .needle.retrieval import needle as measure
+
+    return measure(args, subject)
+
+
+@suite(*MODEL, *TEXT, "tasks", "lengths", "samples_per_length", "limit", "seed", tasks=READINGS)
+def recall(args: Arguments, subject):
+    from .recall.suite import recall as measure
+
+    return measure(args, subject)
+
+
+@suite(*MODEL, *TEXT, "lengths", "samples_per_length", "limit", "seed", needs_memory=True)
+def memory(args: Arguments, subject):
+    from .memory import memory as measure
+
+    return measure(args, subject)
+
+
+@suite(
+    *MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size",
+    in_processes=True, package="lm_eval",
+)  # fmt: skip
+def zero_shot(args: Arguments, subject):
+    from .zero_shot import zero_shot as measure
+
+    return measure(args, subject)
+
+
+@suite(*MODEL, *TEXT, "segments", "learning_rate", "batch_size", over_checkpoints=True)
+def continual(args: Arguments, subject):
+    from .continual.in_use import continual as measure
+
+    return measure(args, subject)
+
+
+@suite(
+    *MODEL, "tasks", "num_fewshot", "samples_per_class", "data_dir", "max_train_steps", "learning_rate", "limit",
+    "batch_size", "seed", tasks=CLASS_TASKS,
+)  # fmt: skip
+def class_incremental(args: Arguments, subject):
+    from .continual.class_incremental import class_incremental as measure
+
+    return measure(args, subject)
+
+
+@suite(*MODEL, *TEXT, "prompts", "max_new_tokens", "limit", "seed")
+def sample(args: Arguments, subject):
+    from .sample import sample as measure
+
+    return measure(args, subject)
+
 
 SUITES = {
     "perplexity": perplexity,

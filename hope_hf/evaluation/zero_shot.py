@@ -15,7 +15,7 @@ from hope_hf.common.process import is_first_process
 from hope_hf.common.program import LogLines
 
 from .display import show_progress
-from .flags import AUTO, MODEL, Arguments, suite
+from .flags import AUTO, Arguments
 from .harness_model import harness_model
 from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code
 from .result import CannotRun, Row, SuiteResult, summary_row
@@ -27,10 +27,6 @@ LONGEST_TRIED = 16_384
 OF_CHOICES = ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")
 
 
-@suite(
-    *MODEL, "tasks", "num_fewshot", "max_length", "log_samples", "data_dir", "limit", "batch_size",
-    in_processes=True, package="lm_eval",
-)  # fmt: skip
 def zero_shot(args: Arguments, subject: Subject) -> SuiteResult:
     """The tasks of `--tasks`: a row per metric, with lm-eval's standard error and the number of documents, and the
     paper's row if its tasks are among them.

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hope_hf_main import COMMANDS as ALL
+from hope_hf_main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [name for name in ALL if name != "eval"]
 # Each takes a fifth of a second or more to be imported.
 SLOW = ("torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow", "tokenizers", "evaluate", "matplotlib")
 
@@ -32,6 +31,14 @@ MISTAKES = [
     ("train", "--output_dir out --resume_from_checkpoint latest", "out holds no checkpoint"),
     ("train", "--output_dir run --seed 2", "holds another run: seed was 42 and is now 2"),
     ("train", "--output_dir run --resume_from_checkpoint latest --seed 2", "seed was 42 and is now 2"),
+    ("eval", "missing.yaml", "The recipe missing.yaml cannot be read"),
+    ("eval", "--suite perplexity", "--suite perplexity needs a model"),
+    ("eval", "./missing", "--model_name_or_path ./missing does not exist"),
+    ("eval", "model --tokenizer_name ./missing", "--tokenizer_name ./missing does not exist"),
+    ("eval", "model --validation_file missing.txt", "--validation_file missing.txt does not exist"),
+    ("eval", "model --suite perplexty", "did you mean perplexity?"),
+    ("eval", "model --suite needle --tasks keys", "--tasks keys is none of s-niah-1"),
+    ("eval", "--compare missing run", "--compare missing holds no results.json"),
     ("generate", "./missing --prompt x", "MODEL ./missing does not exist"),
     ("generate", "model --prompt x --memory text.txt", "--memory text.txt is a file"),
     ("chat", "./missing", "MODEL ./missing does not exist"),

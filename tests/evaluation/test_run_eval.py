@@ -95,7 +95,7 @@ def test_offline_nothing_is_asked_of_the_hub(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert main(["--suite", "sample", "--offline"]) == 2
+    assert main(["owner/no-such-model", "--suite", "sample", "--offline"]) == 2
     assert transformers.utils.hub.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
 
 

@@ -8,23 +8,16 @@ from pathlib import Path
 from hope_hf.common.models import is_hope
 
 from ..display import Panel, heat_maps
-from ..flags import MODEL, Arguments, chosen_tasks, suite
+from ..flags import Arguments, chosen_tasks
 from ..result import UNKNOWN, Number, Row, SuiteResult, mean_and_stderr, put, summary_row
 from ..subject import Subject
-from .classes import DATA_SETS, Hits, open_groups
+from .classes import TASKS, Hits, open_groups
 from .fine_tuning import BATCH_SIZE, LEARNING_RATE, STEPS, learn_by_fine_tuning
 from .in_context import SHOTS, learn_in_context
 
 ROWS = 64
-# Name of a task -> (data set, how its classes are learned).
-WAYS = ("in-context", "levels", "fine-tuning")
-TASKS = {f"{data_set}-{way}": (data_set, way) for data_set in DATA_SETS for way in WAYS}
 
 
-@suite(
-    *MODEL, "tasks", "num_fewshot", "samples_per_class", "data_dir", "max_train_steps", "learning_rate", "limit",
-    "batch_size", "seed", tasks=TASKS,
-)  # fmt: skip
 def class_incremental(args: Arguments, subject: Subject) -> SuiteResult:
     """Accuracy among the classes met so far, after each group of classes: a matrix for each of `--tasks`.
 

@@ -15,6 +15,9 @@ from hope_hf.common.files import read_small
 from hope_hf.common.process import one_line
 
 DATA_SETS = ("clinc150", "banking77")
+# Name of a task -> (data set, how its classes are learned).
+WAYS = ("in-context", "levels", "fine-tuning")
+TASKS = {f"{data_set}-{way}": (data_set, way) for data_set in DATA_SETS for way in WAYS}
 BANKING_GROUPS = 7
 # Per group and test example: 1.0 for a right answer, else 0.0.
 Hits = list[list[float]]

@@ -22,7 +22,7 @@ from hope_hf.optim import build_optimizer
 
 from ..checkpoints import Checkpoint, find_checkpoints
 from ..display import small_curves
-from ..flags import MODEL, TEXT, Arguments, suite
+from ..flags import Arguments
 from ..result import Number, Row, SuiteResult, put, summary_row
 from ..streams import document_losses, mean_of_blocks
 from ..subject import Subject, load_subject, require_finite
@@ -48,7 +48,6 @@ TUNING = "fine-tuning"
 State = tuple[Subject, HopeCache | None]
 
 
-@suite(*MODEL, *TEXT, "segments", "learning_rate", "batch_size", over_checkpoints=True)
 def continual(args: Arguments, subject=None) -> SuiteResult:
     """Segments by each checkpoint of a run (`of_checkpoints`), or learned in use by one model (`learn_in_use`).
 

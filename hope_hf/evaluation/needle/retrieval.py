@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hope_hf import frozen_memories
 
 from ..display import Panel, heat_maps, progress
-from ..flags import MODEL, TEXT, Arguments, chosen_tasks, parse_depths, parse_lengths, suite
+from ..flags import Arguments, chosen_tasks, parse_depths, parse_lengths
 from ..result import Row, SuiteResult, means, summary_row
 from ..streams import batches_of_one_length, carried_scores
 from ..subject import Subject, require_finite
@@ -25,10 +25,6 @@ PASS_KEY_LENGTHS = "256,512,1k"
 NEW_TOKENS = 128
 
 
-@suite(
-    *MODEL, *TEXT, "tasks", "lengths", "depths", "samples_per_length", "limit", "batch_size", "max_new_tokens",
-    "seed", tasks=TASKS,
-)  # fmt: skip
 def needle(args: Arguments, subject: Subject) -> SuiteResult:
     """Retrieval after RULER: a row per task, length and depth, and the scores of chance.
 
@@ -40,7 +36,6 @@ def needle(args: Arguments, subject: Subject) -> SuiteResult:
     return _retrieve("needle", args, subject, names, lengths, new_tokens=args.max_new_tokens or NEW_TOKENS)
 
 
-@suite(*MODEL, "lengths", "depths", "samples_per_length", "limit", "batch_size", "seed")
 def passkey(args: Arguments, subject: Subject) -> SuiteResult:
     """The needle task `passkey` alone, in shorter texts."""
     lengths = args.lengths or PASS_KEY_LENGTHS

@@ -20,17 +20,16 @@ from hope_hf.common.models import is_hope
 from hope_hf.data import plain_ids
 
 from ..display import curves, progress
-from ..flags import MODEL, TEXT, Arguments, chosen_tasks, parse_lengths, suite
+from ..flags import Arguments, chosen_tasks, parse_lengths
 from ..held_out import held_out_documents
 from ..result import CannotRun, Row, SuiteResult, mean_and_stderr, put, summary_row
 from ..subject import Subject
 from .answers import FORMS, Answers, answers_of
 from .facts import Fact, TextWithFacts, text_with_facts
 from .kinds import FACTS_OF_A_KIND
+from .readings import FROZEN, FULL, LEARN, READ, READINGS, RECALL
 
 DEFAULT_LENGTHS = "4k"
-# Ways of reading, which `--tasks` chooses.
-READ, RECALL, FROZEN, LEARN, FULL = READINGS = ("read", "recall", "frozen", "learn", "full")
 # Tokens of a call that reads.
 _PIECE = 512
 
@@ -117,7 +116,6 @@ class Measurement:
         return rows
 
 
-@suite(*MODEL, *TEXT, "tasks", "lengths", "samples_per_length", "limit", "seed", tasks=READINGS)
 def recall(args: Arguments, subject: Subject) -> SuiteResult:
     """Made-up facts between the paragraphs of a text, asked for at its end; `--tasks` names the ways of reading.
 
