@@ -56,7 +56,7 @@ def test_the_cases_are_measured_and_printed(folder, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(cases, "FINE_TUNING", dict(list(cases.FINE_TUNING.items())[:1]))
     flags = ["--model", str(folder / "model"), "--data_dir", str(folder), "--shorten", "256", "--dtype", "float32"]
     results = tmp_path / "levels.jsonl"
-    names = ["novel", "original", "segments", "hostile", "saved", "own", "widths"]
+    names = ["novel", "original", "book", "segments", "hostile", "saved", "own", "widths"]
     assert main([*names, *flags, "--results", str(results)]) == 0
     rows = {}
     for line in results.read_text().splitlines():
@@ -69,6 +69,8 @@ def test_the_cases_are_measured_and_printed(folder, tmp_path, capsys, monkeypatc
     inside = WINDOW // PIECE
     assert full[:inside] == pytest.approx(window[:inside], abs=2e-5)
     assert full[inside:] != pytest.approx(window[inside:], abs=1e-3)
+    # 25 calls
+    assert len(rows["book", "learning"]["process_mb"]) == 25
     # a state in 32 bits loses nothing
     assert rows["saved", "float32"]["difference"] == 0
     assert "| learning: loss of 64 tokens |" in capsys.readouterr().out

@@ -9,6 +9,7 @@
 | novel | 16K tokens of a novel: frozen, learning, learning in all blocks |
 | original | 8,192 tokens of a novel: full attention and a window, each frozen and learning |
 | long | 64K tokens of Moby Dick: loss beyond 8K, memory of the process |
+| book | 100K tokens of Moby Dick by `model.learn`: CPU time of a token and memory, at the beginning and at the end |
 | segments | Shakespeare, WikiText, the novel, Python, Shakespeare again; beside training of all weights |
 | dynamic | 4,096 tokens of the novel, beside dynamic evaluation: all weights by SGD at four rates |
 | hostile | 8,192 tokens of nonsense, then 2,048 of the novel without learning |
@@ -29,7 +30,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.levels import cases, small, windows
+from benchmarks.levels import books, cases, small, windows
 from benchmarks.levels.bench import Bench
 from benchmarks.levels.report import draw, table
 from benchmarks.quality.program import finish
@@ -41,6 +42,7 @@ CASES: dict[str, Callable[[Bench], Iterator[dict]]] = {
     "novel": cases.novel,
     "original": cases.original,
     "long": cases.long,
+    "book": books.book,
     "segments": cases.segments,
     "dynamic": cases.dynamic,
     "hostile": cases.hostile,

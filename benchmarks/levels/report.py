@@ -81,6 +81,19 @@ def _long(found: Found) -> list[tuple[str, str]]:
     ]
 
 
+def _book(found: Found) -> list[tuple[str, str]]:
+    (row,) = found.values()
+    sizes = row["process_mb"]
+    first_time, last_time = row["milliseconds"]
+    first_ratio, last_ratio = row["over_passage"]
+    measure = f"{row['tokens']:,} tokens of a book: CPU ms a token, first to last fifth"
+    return [
+        (measure, f"{first_time:.2f} to {last_time:.2f}"),
+        ("the same over a passage that is read in turn", f"{first_ratio:.3f} to {last_ratio:.3f}"),
+        ("the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"),
+    ]
+
+
 def _segments(found: Found) -> list[tuple[str, str]]:
     frozen, own = found[FROZEN], found[LEARNING]
     lines = [(f"segment {name}", change(own["segments"], frozen["segments"], name)) for name in own["segments"]]
@@ -147,7 +160,7 @@ def _window(found: Found) -> list[tuple[str, str]]:
 
 
 WRITERS = {
-    "novel": _novel, "original": _original, "long": _long, "segments": _segments, "dynamic": _dynamic,
+    "novel": _novel, "original": _original, "long": _long, "book": _book, "segments": _segments, "dynamic": _dynamic,
     "hostile": _hostile, "saved": _saved, "classes": _classes, "own": _own, "window": _window,
     "widths": _widths,
 }  # fmt: skip
