@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import gc
 import io
 import os
 import signal
@@ -48,17 +49,21 @@ def program(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, Ctrl-C ends the program at once: a library that is half imported may make another error of it.
+    """For a program's `main`, which reads its flags before it imports torch and transformers.
 
-    For a program's `main`, which reads its flags before it imports torch and transformers.
+    Inside, Ctrl-C ends the program at once: a library that is half imported may make another error of it. No garbage
+    is collected, and what was imported never is: looking through it took a sixth of the time.
     """
     if not IS_PROGRAM or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, while_importing)
+    gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
+from itertools import filterfalse, islice
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
@@ -50,10 +50,13 @@ def corpus_documents() -> list[tuple[str, str]]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = {}
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not any(part in _LEFT_OUT or part.startswith(_GENERATED) for part in relative.parts):
-            documents[relative.as_posix()] = path.read_bytes().decode("utf-8", errors="replace")
+    # Not Path.rglob, which would look through all installed packages: they lie in a folder that is left out.
+    for folder, folders, files in os.walk(root):
+        folders[:] = filterfalse(_is_left_out, folders)
+        for file in filterfalse(_is_left_out, files):
+            path = Path(folder, file)
+            if path.suffix == ".py":
+                documents[path.relative_to(root).as_posix()] = path.read_bytes().decode("utf-8", errors="replace")
     topics = root / "pydoc_data" / "topics.py"
     if not documents or not topics.is_file():
         raise ValueError(f"This Python has no standard library sources in {root}: name a text with --train_file.")
@@ -63,6 +66,10 @@ def corpus_documents() -> list[tuple[str, str]]:
             for name, text in ast.literal_eval(node.value).items():
                 documents[f"pydoc_data/topics/{name}"] = text
     return [(name, text) for name, text in sorted(documents.items()) if text.strip()]
+
+
+def _is_left_out(name: str) -> bool:
+    return name in _LEFT_OUT or name.startswith(_GENERATED)
 
 
 def held_out(key: str, percentage: float) -> bool:

@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hope_hf.common.process import warn_once
 
+from .word_encoding import word_encoder
+
 Encode = Callable[[Sequence[str | None]], list[list[int]]]
 
 # Characters of a window, of its overlap at each end, and of the texts that are encoded together.
@@ -108,13 +110,23 @@ def _fast(tokenizer: PreTrainedTokenizerBase):
     backend = copy.deepcopy(backend)
     backend.no_truncation()
     backend.no_padding()
+    words = word_encoder(backend)
+
+    def encode_together(texts: list[str]) -> list[list[int]]:
+        if max(map(len, texts)) > WINDOW:
+            return [_in_windows(backend, text) for text in texts]
+        return [row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_all(texts: list[str]) -> list[list[int]]:
         # Set here: a copy in another process does not keep it.
         backend.encode_special_tokens = True
-        if max(map(len, texts)) > WINDOW:
-            return [_in_windows(backend, text) for text in texts]
-        return [row.ids for row in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        if words is None:
+            return encode_together(texts)
+        rows = []
+        for text in texts:
+            is_cut = text.isascii() and len(text) <= WINDOW
+            rows.append(words.encode(text) if is_cut else encode_together([text])[0])
+        return rows
 
     return encode_all
 

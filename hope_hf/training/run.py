@@ -26,12 +26,16 @@ def main(argv: list[str]) -> int:
         from hope_hf.common.devices import memory_is_full
 
         from .engines.guard import OneSidedError, gone, lost_process
-        from .preflight.run import dry_run
         from .process import QUIT
-        from .trainer import TrainingDiverged, train
+        from .trainer import TrainingDiverged
+
+        if args.dry_run:
+            from .preflight.run import dry_run as run
+        else:
+            from .trainer import train as run
 
     try:
-        return dry_run(args) if args.dry_run else train(args)
+        return run(args)
     except KeyboardInterrupt:
         if args.dry_run:
             raise
