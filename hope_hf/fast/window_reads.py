@@ -65,7 +65,6 @@ def _add_gradients(
         constant: number of first keys that need no gradient.
     """
     _, _, keys, values = streams
-    asking = slice(band.start, band.stop)
     window = band.window_keys
     sinks = band.sinks
     seen_values = _at(values, window)
@@ -76,21 +75,19 @@ def _add_gradients(
         # a short text has fewer
         sinks = slice(sink_values.shape[2])
         window_columns = slice(sinks.stop, None)
-    grad_band = _by_key_head(_at(grad_reads, asking), keys)
+    grad_band = _asked(grad_reads, band, keys)
     grad_weights = torch.bmm(grad_band, seen_values.flatten(0, 1).mT)
     grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
     # Sinks may be in the window, too: products are added in autograd's order.
     if sinks is not None:
         grad_sink_scores = _at(grad_scores, sinks)
-        sink_queries = _by_key_head(_at(streams.sink_queries, asking), keys)
-        grad_sink_queries = _at(gradients.sink_queries, asking)
-        _set_queries(grad_sink_queries, grad_sink_scores, _at(keys, sinks))
+        sink_queries = _asked(streams.sink_queries, band, keys)
+        _set_queries(gradients.sink_queries, band, grad_sink_scores, _at(keys, sinks))
         _add_to_keys(gradients.keys, grad_sink_scores, sink_queries, 0, constant)
     grad_window_scores = _at(grad_scores, window_columns)
     window_weights = _at(weights, window_columns)
-    queries = _by_key_head(_at(streams.queries, asking), keys)
-    grad_queries = _at(gradients.queries, asking)
-    _set_queries(grad_queries, grad_window_scores, _at(keys, window))
+    queries = _asked(streams.queries, band, keys)
+    _set_queries(gradients.queries, band, grad_window_scores, _at(keys, window))
     _add_to_keys(gradients.keys, grad_window_scores, queries, window.start, constant)
     _add_to_keys(gradients.values, window_weights, grad_band, window.start, constant)
     if sinks is not None:
@@ -99,20 +96,22 @@ def _add_gradients(
 
 
 def _at(x: Tensor, index: slice) -> Tensor:
-    """A part of the third axis: tokens of [B, heads, T, D], or keys of [B H, G q, k]."""
+    """Some keys of [B, H, M, D] or of [B H, G q, k]."""
     return x[:, :, index]
 
 
-def _by_key_head(x: Tensor, keys: Tensor) -> Tensor:
-    """[B, heads, q, D] -> [B H, G q, D]."""
+def _asked(x: Tensor, band: Band, keys: Tensor) -> Tensor:
+    """A band's part of [B, heads, T, D], in the order of the heads of keys [B H, G q, D]."""
     rows, key_heads, _, width = keys.shape
-    return x.reshape(rows * key_heads, -1, width)
+    asked = x[:, :, band.start : band.stop]
+    return asked.reshape(rows * key_heads, -1, width)
 
 
-def _set_queries(gradient: Tensor, grad_scores: Tensor, keys: Tensor) -> None:
-    """Write a band's gradient of queries [B, heads, q, D] from that of scores [B H, G q, k] of keys [B, H, k, D]."""
+def _set_queries(gradient: Tensor, band: Band, grad_scores: Tensor, keys: Tensor) -> None:
+    """Write a band's part of a gradient [B, heads, T, D], from that of scores [B H, G q, k] of keys [B, H, k, D]."""
     products = torch.bmm(grad_scores, keys.flatten(0, 1))
-    gradient.copy_(products.view_as(gradient))
+    asked = gradient[:, :, band.start : band.stop]
+    asked.copy_(products.view_as(asked))
 
 
 def _add_to_keys(gradient: Tensor, factors: Tensor, operand: Tensor, start: int, constant: int) -> None:

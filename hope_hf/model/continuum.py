@@ -58,18 +58,26 @@ def _with_delta(projection: nn.Module, inputs: Tensor, delta: Tensor | None) -> 
 
 def _can_add(projection: nn.Module, inputs: Tensor, delta: Tensor) -> bool:
     """Whether a map is a plain one, and its weight's dtype does not round the difference away."""
-    # neither adapted, quantised nor sharded
-    is_plain = type(projection) is nn.Linear and type(projection.weight) is nn.Parameter
-    return is_plain and operand_dtype(inputs) == projection.weight.dtype == delta.dtype
+    if type(projection) is not nn.Linear:
+        # adapted
+        return False
+    weight = projection.weight
+    if type(weight) is not nn.Parameter:
+        # quantised or sharded
+        return False
+    dtype = operand_dtype(inputs)
+    return dtype == weight.dtype == delta.dtype
 
 
 def _summed_map(projection: nn.Linear, inputs: Tensor, delta: Tensor) -> Tensor:
     """`_with_delta` in one product forward, and one for each gradient; the weight gets none."""
-    moved = projection.weight.detach() + delta
+    weight = projection.weight.detach()
+    bias = projection.bias
+    moved = weight + delta
     if len(moved) == 1:
-        return nn.functional.linear(inputs, moved.squeeze(0), projection.bias)
+        return nn.functional.linear(inputs, moved.squeeze(0), bias)
     outputs = torch.bmm(inputs, moved.mT)
-    return outputs if projection.bias is None else outputs + projection.bias
+    return outputs if bias is None else outputs + bias
 
 
 class ContinuumMemory(nn.Module):
