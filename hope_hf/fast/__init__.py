@@ -7,7 +7,9 @@ and takes these paths where this package is installed with the same code.
 from pathlib import Path
 
 from ..model.backends import FAST
+from .delta_rows import scan_rows
 from .delta_scan import scan_fused
+from .gated_norm import gated_norm_compiled
 from .norm import gated_norm_in_blocks
 from .one_token import fast_token_paths, forget_text
 from .sparse_qkv import make_qkv_tiled
@@ -15,9 +17,11 @@ from .sparse_reads import read_sparse_fused
 from .window_reads import read_bands_for_training
 
 PATHS = {
+    "compiled_scan_delta": scan_rows,
     "scan_delta": scan_fused,
     "token": fast_token_paths,
     "forget_text": forget_text,
+    "compiled_gated_norm": gated_norm_compiled,
     "gated_norm": gated_norm_in_blocks,
     "sparse_reads": read_sparse_fused,
     "sparse_qkv": make_qkv_tiled,

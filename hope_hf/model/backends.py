@@ -5,6 +5,7 @@ The environment variable `HOPE_KERNELS` chooses:
 | value | what runs |
 |---|---|
 | `auto` (default) | on a GPU flash-linear-attention's kernels where they can, else `torch`; the reason is counted |
+| | on a CPU the scan in C++ where there is a compiler, else `torch` |
 | `torch` | torch's operators, with the fast paths of `hope_hf.fast` |
 | `plain` | the plain code on every device, to change a rule in one file: no kernel and no fast path runs |
 | `fla` | the kernels of flash-linear-attention, or a ValueError that says why they cannot |
@@ -59,9 +60,15 @@ def runs_plain(asked: str) -> bool:
     return asked == "plain" or torch.compiler.is_compiling() or is_transformed()
 
 
+def registered(name: str, asked: str) -> Callable | None:
+    """The fast path of that name, with `auto` the one in C++ if there are two; `None` if there is none."""
+    of_torch = FAST.get(name)
+    return FAST.get(f"compiled_{name}", of_torch) if asked == "auto" else of_torch
+
+
 def fast_path(name: str, asked: str) -> Callable | None:
     """The fast path of that name; `None` if there is none or the plain code runs."""
-    return None if runs_plain(asked) else FAST.get(name)
+    return None if runs_plain(asked) else registered(name, asked)
 
 
 def borrow_fast_paths() -> None:

@@ -384,7 +384,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         """`memory_scan.scan_plain`, or the fast scan that equals it."""
         scan = scan_plain
         if not runs_plain(self.kernels):
-            scan = fast_scan(self.config.memory_rule) or scan_plain
+            scan = fast_scan(self.config.memory_rule, self.kernels) or scan_plain
         return partial(scan, recompute=self.config.recompute_chunks)
 
     @torch.no_grad()

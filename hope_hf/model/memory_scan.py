@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import FAST, is_transformed
+from .backends import is_transformed, registered
 from .chunks import ChunkSpan, SlotPlan, TokenPlan, beside, plan_again, plan_chunks
 from .layers import convolve
 from .opaque import call, register
@@ -176,9 +176,9 @@ class Memories(Protocol):
         """The weights of the content memory with these deviations."""
 
 
-def fast_scan(rule: str) -> Callable | None:
+def fast_scan(rule: str, asked: str = "auto") -> Callable | None:
     """The scan of that `memory_rule` with a backward pass written by hand, if there is one."""
-    return FAST.get(f"scan_{rule}")
+    return registered(f"scan_{rule}", asked)
 
 
 def fresh_state(memories: Memories) -> ScanState:

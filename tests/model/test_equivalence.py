@@ -86,6 +86,7 @@ def short_tiles(monkeypatch):
 WAYS = {
     "plain": (Way, "plain"),
     "fast": (Way, "auto"),
+    "operators": (Way, "torch"),
     # as a copy of the model's code from the Hub does
     "model alone": (Way, "auto"),
     "recomputed": (Recomputed, "auto"),

@@ -1,0 +1,110 @@
+// rms_norm(x) weight silu(gate) of rows of numbers, and its gradients: each number is read once from memory.
+//
+// `norm.py` calls it through ctypes, and has the equations. Axes: W numbers of a row; rows lie in three outer axes.
+
+#include <cstdint>
+
+#include "vectors.h"
+
+using namespace hope;
+
+// What `_Arguments` of `norm.py` describes; pointers that may be null are marked with `?`.
+template <class T>
+struct NormArguments {
+  int64_t sizes[3], width;
+  double epsilon;
+  const T* weight;
+  // ? the second one; distances of rows along the outer axes
+  const T *x, *gate;
+  int64_t x_strides[3], gate_strides[3];
+  // 1 / rms of each row [rows], written by the forward pass
+  T* scale;
+  // result, or in a backward pass its gradient
+  T* out;
+  int64_t out_strides[3];
+  // ? of the backward pass alone: [rows, W], ? [rows, W], and [parts, W], zero before
+  T *grad_x, *grad_gate, *grad_weight;
+  int64_t parts;
+};
+
+namespace {
+
+template <class T>
+class Norm {
+ public:
+  Norm(const NormArguments<T>& arguments, int64_t part) : in(arguments), W(arguments.width), part(part) {}
+
+  void run() {
+    const int64_t rows = in.sizes[0] * in.sizes[1] * in.sizes[2];
+    for (int64_t row = rows * part / in.parts; row < rows * (part + 1) / in.parts; ++row)
+      in.grad_x ? backward(row) : forward(row);
+  }
+
+ private:
+  // Where a row begins, from its index.
+  int64_t place(int64_t row, const int64_t* strides) const {
+    const int64_t outer = row / in.sizes[2];
+    return outer / in.sizes[1] * strides[0] + outer % in.sizes[1] * strides[1] + row % in.sizes[2] * strides[2];
+  }
+
+  void forward(int64_t row) {
+    const T* x = in.x + place(row, in.x_strides);
+    const T* gate = in.gate ? in.gate + place(row, in.gate_strides) : nullptr;
+    T* out = in.out + place(row, in.out_strides);
+    const T factor = 1 / __builtin_sqrt(double(dot<T>(W, x, x)) / W + in.epsilon);
+    in.scale[row] = factor;
+    for (int c = 0; c < W; c += kLanes<T>) {
+      Vector<T> normed = load(x + c) * factor * load(in.weight + c);
+      if (gate) normed *= load(gate + c) * sigmoid_of<T>(load(gate + c));
+      store<T>(out + c, normed);
+    }
+  }
+
+  void backward(int64_t row) {
+    const T* x = in.x + place(row, in.x_strides);
+    const T* gate = in.gate ? in.gate + place(row, in.gate_strides) : nullptr;
+    const T* grad_out = in.out + place(row, in.out_strides);
+    T* grad_x = in.grad_x + row * W;
+    T* grad_weight = in.grad_weight + part * W;
+    const T factor = in.scale[row];
+    Vector<T> along{};
+    for (int c = 0; c < W; c += kLanes<T>) {
+      const Vector<T> weight = load(in.weight + c);
+      Vector<T> grad = load(grad_out + c);
+      const Vector<T> unit = load(x + c) * factor;
+      if (gate) {
+        const Vector<T> g = load(gate + c), sigmoid = sigmoid_of<T>(g);
+        store<T>(in.grad_gate + row * W + c, grad * unit * weight * sigmoid * (1 + g * (1 - sigmoid)));
+        grad *= g * sigmoid;
+      }
+      store<T>(grad_weight + c, load(grad_weight + c) + grad * unit);
+      grad *= weight;
+      along += grad * unit;
+      store<T>(grad_x + c, grad);
+    }
+    const T mean = sum_of<T>(along) / W;
+    for (int c = 0; c < W; c += kLanes<T>)
+      store<T>(grad_x + c, (load(grad_x + c) - load(x + c) * factor * mean) * factor);
+  }
+
+  const NormArguments<T>& in;
+  const int W;
+  const int64_t part;
+};
+
+template <class T>
+void run(const NormArguments<T>& arguments, int64_t first, int64_t last) {
+  for (int64_t part = first; part < last; ++part) Norm<T>(arguments, part).run();
+}
+
+}  // namespace
+
+// Parts `first` to `last` of the rows, or of the backward pass if `grad_x` is given. Threads may take different parts.
+extern "C" void hope_norm_float32(const NormArguments<float>* arguments, int64_t first, int64_t last) {
+  run(*arguments, first, last);
+}
+extern "C" void hope_norm_float64(const NormArguments<double>* arguments, int64_t first, int64_t last) {
+  run(*arguments, first, last);
+}
+// Bytes of `NormArguments`, which a test compares with those of `_Arguments`.
+extern "C" int64_t hope_norm_size() { return sizeof(NormArguments<float>); }

@@ -1,0 +1,111 @@
+"""The norm of reads or hidden states with its gate by `cpp/gated_norm.cpp`, with and without gradients.
+
+Axes: B row, T token, H head (1 without heads), W numbers that are normalised together, P parts of all norms.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.function import once_differentiable
+
+from .native import POINTER, VECTOR_BYTES, fields, function, run, set_addresses
+from .norm import gated_norm_in_blocks
+
+_NAME = "hope_norm"
+# Of which each adds up a gradient of the weight: fixed, so that it does not depend on the number of threads.
+_PARTS = 16
+# numbers of a part, below which a thread takes longer to begin than to end
+_LEAST_NUMBERS = 2**15
+# of the axes before the last one
+_OUTER = ctypes.c_int64 * 3
+
+
+class _Arguments(ctypes.Structure):
+    """`NormArguments` of `gated_norm.cpp`."""
+
+    _fields_ = [
+        *fields(_OUTER, "sizes"),
+        *fields(ctypes.c_int64, "width"),
+        *fields(ctypes.c_double, "epsilon"),
+        *fields(POINTER, "weight", "x", "gate"),
+        *fields(_OUTER, "x_strides", "gate_strides"),
+        *fields(POINTER, "scale", "out"),
+        *fields(_OUTER, "out_strides"),
+        *fields(POINTER, "grad_x", "grad_gate", "grad_weight"),
+        *fields(ctypes.c_int64, "parts"),
+    ]
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[B, T, W] or [B, T, H, W] as [B, T, H, W], with the W numbers side by side."""
+    by_head = x if x.ndim == 4 else x.unsqueeze(2)
+    return by_head if by_head.stride(-1) == 1 else by_head.contiguous()
+
+
+def _run(epsilon: float, x: Tensor, out: Tensor, gate: Tensor | None, **tensors: Tensor | None) -> None:
+    """Run all parts; `tensors` are further fields of `_Arguments`, and `out` is a gradient if there is `grad_x`."""
+    if is_fake(x):
+        # a planner asks for shapes and sizes alone
+        return
+    strided = {"x": _by_head(x), "out": _by_head(out), "gate": gate}
+    if gate is not None:
+        strided["gate"] = _by_head(gate)
+    *sizes, width = strided["x"].shape
+    arguments = _Arguments(sizes=_OUTER(*sizes), width=width, epsilon=epsilon, parts=_PARTS)
+    set_addresses(arguments, strided | tensors)
+    for name, tensor in strided.items():
+        if tensor is not None:
+            setattr(arguments, f"{name}_strides", _OUTER(*tensor.stride()[:3]))
+    least = max(1, _LEAST_NUMBERS * _PARTS // x.numel())
+    run(function(_NAME, x.dtype), arguments, _PARTS, least)
+
+
+class _CompiledNorm(torch.autograd.Function):
+    """`rms_norm(x) weight silu(gate)` for `x` and `gate` [B, T, W] or [B, T, H, W]; `gate` may be `None`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gate, epsilon):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        scale = x.new_empty(x.shape[:-1])
+        weight = weight.contiguous()
+        _run(epsilon, x, out, gate, weight=weight, scale=scale)
+        ctx.save_for_backward(x, weight, gate, scale)
+        ctx.epsilon = epsilon
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        x, weight, gate, scale = ctx.saved_tensors
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_gate = None if gate is None else torch.empty_like(grad_x)
+        grad_weight = weight.new_zeros(_PARTS, len(weight))
+        _run(
+            ctx.epsilon,
+            x,
+            grad_out,
+            gate,
+            weight=weight,
+            scale=scale,
+            grad_x=grad_x,
+            grad_gate=grad_gate,
+            grad_weight=grad_weight,
+        )
+        return grad_x, grad_weight.sum(0), grad_gate, None
+
+
+def gated_norm_compiled(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None) -> Tensor | None:
+    """`layers.gated_norm` on a CPU, whose gradients have no gradients; `None` where that computes it.
+
+    Args:
+        x: [B, T, W] or [B, T, H, W], float32 or float64: narrow dtypes are computed in float32.
+        weight: [W], in the dtype of `x`.
+        gate: as `x`.
+    """
+    fits = x.ndim in (3, 4) and x.shape[-1] * x.itemsize % VECTOR_BYTES == 0 and x.numel() > 0
+    gate_fits = gate is None or gate.dtype == x.dtype and gate.shape == x.shape
+    if x.device.type != "cpu" or not fits or not gate_fits or function(_NAME, x.dtype) is None:
+        return gated_norm_in_blocks(x, weight, epsilon, gate)
+    return _CompiledNorm.apply(x, weight, gate, epsilon)

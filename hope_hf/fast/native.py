@@ -1,0 +1,152 @@
+"""The C++ of `cpp/`, compiled where it runs: once for the processor at hand, into the user's cache.
+
+Functions take a structure of addresses, which they read, and a range of the parts of their work.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# of the widest vectors that the code may use; rows of numbers are multiples of it
+VECTOR_BYTES = 64
+POINTER = ctypes.c_void_p
+_FOLDER = Path(__file__).with_name("cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+# Sums are not reordered, and NaN stays NaN: no -ffast-math.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+_LIBRARY = ("-fPIC", "-shared")
+# a compiler that hangs must not hang a training
+_SECONDS = 120
+_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+def fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of one kind, for a `ctypes.Structure`."""
+    return [(name, kind) for name in names]
+
+
+def set_addresses(arguments: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
+    """Write the addresses of tensors into the fields of these names. The tensors must outlive the call."""
+    for name, tensor in tensors.items():
+        address = None if tensor is None else tensor.data_ptr()
+        setattr(arguments, name, address)
+
+
+@lru_cache
+def function(name: str, dtype: torch.dtype) -> ctypes._CFuncPtr | None:
+    """The function of that name for numbers of `dtype`; `None` where it is not compiled."""
+    library = _library()
+    if library is None or dtype not in _DTYPES:
+        return None
+    compiled = getattr(library, f"{name}_{_DTYPES[dtype]}")
+    compiled.argtypes = [POINTER, ctypes.c_int64, ctypes.c_int64]
+    compiled.restype = None
+    return compiled
+
+
+def run(compiled: ctypes._CFuncPtr, arguments: ctypes.Structure, parts: int, least: int = 1) -> None:
+    """Run all parts; each of torch's threads takes at least `least` of them. ctypes lets go of Python's lock."""
+    threads = max(1, min(torch.get_num_threads(), parts // least))
+    address = ctypes.byref(arguments)
+    if threads == 1:
+        compiled(address, 0, parts)
+        return
+    bounds = [parts * thread // threads for thread in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        results = [pool.submit(compiled, address, first, last) for first, last in pairwise(bounds)]
+    for result in results:
+        result.result()
+
+
+@lru_cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled functions; `None` without a compiler, or where it fails."""
+    compiler = _compiler()
+    if compiler is None:
+        logger.info("HOPE runs on torch's operators: there is no C++ compiler (CXX, c++, g++ or clang++).")
+        return None
+    try:
+        return _load(compiler)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.warning(f"HOPE runs on torch's operators, which take longer: {compiler} failed ({reason}).")
+        return None
+
+
+def _compiler() -> str | None:
+    for name in (os.environ.get("CXX"), *_COMPILERS):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return None
+
+
+def _load(compiler: str) -> ctypes.CDLL:
+    """The library of the cache, compiled unless it is there."""
+    name = f"fast-{_key(compiler)}.so"
+    try:
+        folder = _cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / name).exists():
+            _compile(compiler, folder, name)
+        return ctypes.CDLL(str(folder / name))
+    except (OSError, RuntimeError):
+        # No home, or one that cannot be written. A loaded library stays when its file goes.
+        with tempfile.TemporaryDirectory(prefix="hope_hf-") as temporary:
+            _compile(compiler, Path(temporary), name)
+            return ctypes.CDLL(str(Path(temporary) / name))
+
+
+def _compile(compiler: str, folder: Path, name: str) -> None:
+    """Write the library `name` into a folder."""
+    # under a name of its own, since the processes of a run begin together
+    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        sources = map(str, sorted(_FOLDER.glob("*.cpp")))
+        command = [compiler, *_FLAGS, *_LIBRARY, "-o", unfinished, *sources]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        os.replace(unfinished, folder / name)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def _cache_folder() -> Path:
+    """`hope_hf` in `XDG_CACHE_HOME`, by default ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hope_hf"
+
+
+def _key(compiler: str) -> str:
+    """Stands for sources, flags, compiler and processor: a home may be shared by unlike machines."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_SECONDS).stdout
+    key = hashlib.sha256(version)
+    key.update(" ".join(_FLAGS).encode())
+    key.update(_processor().encode())
+    for source in sorted(_FOLDER.iterdir()):
+        key.update(source.read_bytes())
+    return key.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """The processor's name and the instructions that it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    facts = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join(sorted(facts))
