@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Sinks of a new window: without the first four a pretrained model fails beyond it.
 SINKS = 4
+# Of 512 and 1,024 tokens the one whose losses are lower on two novels (`benchmarks/levels.py widths`).
+WINDOW = 1024
 # The check needs a text within the window.
 LEAST_WINDOW = 64
 
@@ -43,7 +45,8 @@ def make_parser() -> Parser:
     add("--levels", metavar="N,N", help="cut each MLP into parallel levels with these periods, in tokens")
     add("--memory_layers", metavar="N,N", help="replace attention in these layers by memories, to be trained")
     bounds = Bounds(least=LEAST_WINDOW)
-    add("--sliding_window", metavar="N", type=int, bounds=bounds, help="let attention see the last N tokens only")
+    window = f"let attention see the last N tokens only (without a number: {WINDOW})"
+    add("--sliding_window", metavar="N", nargs="?", const=WINDOW, type=int, bounds=bounds, help=window)
     sinks = f"first tokens that are seen as well, with --sliding_window (default: {SINKS})"
     add("--attention_sinks", metavar="N", type=int, bounds=Bounds(least=0), help=sinks)
     add("--license", metavar="NAME", help="the Hub's name of the weights' licence (default: the source's)")

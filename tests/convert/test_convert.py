@@ -95,6 +95,10 @@ def test_a_new_window_is_exact_while_the_text_is_shorter(saved, convert):
     ids = random_ids(1, 200)
     assert not torch.allclose(theirs(ids).logits, ours(ids).logits, atol=1e-2)
 
+def test_a_new_window_has_1024_tokens(saved, convert):
+    _, source = saved("llama")
+    assert loaded(convert(source, "--sliding_window")).config.sliding_window == 1024
+
 
 def test_weights_keep_their_bytes_and_files(saved, convert):
     theirs, source = saved("qwen2", dtype=torch.bfloat16, shard="12KB", tokenizer=False)
