@@ -298,7 +298,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
                     plan,
                     recompute=self.config.recompute_chunks,
                     need_state=need_state,
-                    is_plain=self.kernels == "plain",
+                    kernels=self.kernels,
                     options=self.scan_options,
                 )
             else:
@@ -535,7 +535,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         chunks = math.ceil(length / config.memory_chunk_size)
         stride = config.recompute_chunks or chunks
         state, cheap, dear = _numbers_of_chunk(config, min(config.memory_chunk_size, length))
-        if fast_scan(config.memory_rule) is not None:
+        if fast_scan(config.memory_rule, "torch") is not None:
             scan = chunks * dear + min(chunks, stride) * cheap
         else:
             groups = math.ceil(chunks / stride)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 
-from .backends import is_transformed, registered
+from .backends import KERNELS, is_transformed, registered
 from .chunks import ChunkSpan, SlotPlan, TokenPlan, beside, plan_again, plan_chunks
 from .layers import convolve
 from .opaque import call, register
@@ -176,7 +176,7 @@ class Memories(Protocol):
         """The weights of the content memory with these deviations."""
 
 
-def fast_scan(rule: str, asked: str = "auto") -> Callable | None:
+def fast_scan(rule: str, asked: str) -> Callable | None:
     """The scan of that `memory_rule` with a backward pass written by hand, if there is one."""
     return registered(f"scan_{rule}", asked)
 
@@ -347,7 +347,7 @@ def scan_tokens(
     *,
     recompute: int,
     need_state: bool,
-    is_plain: bool,
+    kernels: str,
     options: str,
 ) -> tuple[Tensor, ScanState | None]:
     """`scan_plain` as one operator of a compiled graph (`opaque`), for inputs [b, T, ...] in the order of the tokens.
@@ -355,7 +355,7 @@ def scan_tokens(
     Slots, chunks and their number depend on the text, and are made while the graph runs. Returns reads [b, T, D].
 
     Args:
-        is_plain: whether `scan_plain` computes them.
+        kernels: see `backends.asked_kernels`.
         options: the result of `scan_options_json`.
     """
     initial = memories.initial if isinstance(memories.initial, tuple) else (memories.initial,)
@@ -368,7 +368,7 @@ def scan_tokens(
         tensors |= _numbered("current", state.current)
         tensors |= _numbered("chunk_start", state.chunk_start)
     tensors |= plan.tensors()
-    sizes = [plan.columns(), recompute, int(need_state), int(is_plain)]
+    sizes = [plan.columns(), recompute, int(need_state), KERNELS.index(kernels)]
     reads, *after = call("memory_scan", tensors, sizes, options)
     if not need_state:
         return reads, None
@@ -444,7 +444,8 @@ def _run_operator(
     rules: dict[str, type[Memories]], tensors: dict[str, Tensor], sizes: Sequence[int], text: str
 ) -> list[Tensor]:
     """The operator's results, when the graph runs."""
-    columns, recompute, need_state, is_plain = sizes
+    columns, recompute, need_state, number_of_kernels = sizes
+    kernels = KERNELS[number_of_kernels]
     options = _read_options(text)
     inputs, memories, state = _scan_arguments(rules, tensors, options)
     rows, length, _ = inputs.query.shape
@@ -456,8 +457,8 @@ def _run_operator(
         slots = _by_head(plan, heads)
         inputs = _in_slots(inputs, slots)
     scan = scan_plain
-    if not is_plain:
-        scan = fast_scan(options.memory_rule) or scan_plain
+    if kernels != "plain":
+        scan = fast_scan(options.memory_rule, kernels) or scan_plain
     if state is None:
         state = fresh_state(memories)
     reads, after = scan(inputs, memories, state, plan.spans, bool(need_state), recompute)
