@@ -343,7 +343,8 @@ class Row {
     // through the products of keys and queries with written keys
     transpose(padded, D, errors, D, transposed, kBlock);
     for (int which = 0; which < 2; ++which) {
-      product(padded, padded, D, returned[which], D, 1, transposed, kBlock, products, kBlock, false, Part::kLowerResult);
+      product(
+          padded, padded, D, returned[which], D, 1, transposed, kBlock, products, kBlock, false, Part::kLowerResult);
       times_decay(products, /*strict=*/which == 0);
       product(padded, D, padded, products, 1, kBlock, unit[2 * which], D, grad_written, D, true, Part::kUpperFactor);
       product(padded, D, padded, products, kBlock, 1, written, D, grad_unit_of(which), D, true, Part::kLowerFactor);
@@ -440,7 +441,8 @@ class Row {
         Vector<T> grad{};
         const int last = Taps ? Taps : K;
         for (int later = 0; later < last; ++later)
-          if (Taps || reads(start + t + later, later)) grad += weights[K - 1 - later] * load(of_mixed + (t + later) * D);
+          if (Taps || reads(start + t + later, later))
+            grad += weights[K - 1 - later] * load(of_mixed + (t + later) * D);
         store<T>(to + t * D + c, grad);
         const int reach = Taps ? Taps - 1 : reach_of(start + t);
         const Vector<T> own = load(of_mixed + t * D);
@@ -482,8 +484,8 @@ class Row {
   int64_t row = 0, start = 0;
   int size = 0, padded = 0;
   T* memory;
-  // of k, v and q: inputs behind those of the K - 1 slots before, results of the convolution and their sigmoid, unit vectors, and
-  // what they were multiplied by
+  // of k, v and q: inputs behind those of the K - 1 slots before, results of the convolution, their sigmoid, results
+  // of the norm, and what it multiplies by
   T *raw[3], *mixed[3], *sigmoid[3], *unit[3], *scales[3];
   T *grad_mixed[3], *grad_unit[3];
   // -eta k, values as written, A, reads or their gradients
@@ -505,7 +507,7 @@ void run(const Arguments<T>& arguments, int64_t first, int64_t last) {
 
 }  // namespace
 
-// Rows `first` to `last` of a scan, or of its backward pass if `grad_current` is given. Threads may take different rows.
+// Rows `first` to `last` of a scan, or of its backward pass if `grad_current` is given. Threads take different rows.
 extern "C" void hope_scan_float32(const Arguments<float>* arguments, int64_t first, int64_t last) {
   run(*arguments, first, last);
 }

@@ -99,7 +99,7 @@ void run(const NormArguments<T>& arguments, int64_t first, int64_t last) {
 
 }  // namespace
 
-// Parts `first` to `last` of the rows, or of the backward pass if `grad_x` is given. Threads may take different parts.
+// Parts `first` to `last` of the rows, or of the backward pass if `grad_x` is given. Threads take different parts.
 extern "C" void hope_norm_float32(const NormArguments<float>* arguments, int64_t first, int64_t last) {
   run(*arguments, first, last);
 }

@@ -1,5 +1,5 @@
-// Vectors of the processor's width, through the vector types that GCC and Clang share; and operations on rows of numbers,
-// whose length is a multiple of a vector's.
+// Vectors of the processor's width, as GCC and Clang have them, and operations on rows of numbers, whose length is a
+// multiple of a vector's.
 
 #pragma once
 
