@@ -1,4 +1,6 @@
-"""The norm of reads or hidden states with its gate by `cpp/gated_norm.cpp`, with and without gradients.
+"""The norm of reads with its gate by `cpp/gated_norm.cpp`, with and without gradients.
+
+A norm without a gate stays torch's, whose bits a converted model owes to its source.
 
 Axes: B row, T token, H head (1 without heads), W numbers that are normalised together, P parts of all norms.
 """
@@ -44,26 +46,23 @@ def _by_head(x: Tensor) -> Tensor:
     return by_head if by_head.stride(-1) == 1 else by_head.contiguous()
 
 
-def _run(epsilon: float, x: Tensor, out: Tensor, gate: Tensor | None, **tensors: Tensor | None) -> None:
+def _run(epsilon: float, x: Tensor, out: Tensor, gate: Tensor, **tensors: Tensor) -> None:
     """Run all parts; `tensors` are further fields of `_Arguments`, and `out` is a gradient if there is `grad_x`."""
     if is_fake(x):
         # a planner asks for shapes and sizes alone
         return
-    strided = {"x": _by_head(x), "out": _by_head(out), "gate": gate}
-    if gate is not None:
-        strided["gate"] = _by_head(gate)
+    strided = {"x": _by_head(x), "out": _by_head(out), "gate": _by_head(gate)}
     *sizes, width = strided["x"].shape
     arguments = _Arguments(sizes=_OUTER(*sizes), width=width, epsilon=epsilon, parts=_PARTS)
     set_addresses(arguments, strided | tensors)
     for name, tensor in strided.items():
-        if tensor is not None:
-            setattr(arguments, f"{name}_strides", _OUTER(*tensor.stride()[:3]))
+        setattr(arguments, f"{name}_strides", _OUTER(*tensor.stride()[:3]))
     least = max(1, _LEAST_NUMBERS * _PARTS // x.numel())
     run(function(_NAME, x.dtype), arguments, _PARTS, least)
 
 
 class _CompiledNorm(torch.autograd.Function):
-    """`rms_norm(x) weight silu(gate)` for `x` and `gate` [B, T, W] or [B, T, H, W]; `gate` may be `None`."""
+    """`rms_norm(x) weight silu(gate)` for `x` and `gate` [B, T, W] or [B, T, H, W]."""
 
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon):
@@ -80,7 +79,7 @@ class _CompiledNorm(torch.autograd.Function):
     def backward(ctx, grad_out):
         x, weight, gate, scale = ctx.saved_tensors
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        grad_gate = None if gate is None else torch.empty_like(grad_x)
+        grad_gate = torch.empty_like(grad_x)
         grad_weight = weight.new_zeros(_PARTS, len(weight))
         _run(
             ctx.epsilon,
@@ -104,8 +103,8 @@ def gated_norm_compiled(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor 
         weight: [W], in the dtype of `x`.
         gate: as `x`.
     """
+    has_gate = gate is not None and gate.dtype == x.dtype and gate.shape == x.shape
     fits = x.ndim in (3, 4) and x.shape[-1] * x.itemsize % VECTOR_BYTES == 0 and x.numel() > 0
-    gate_fits = gate is None or gate.dtype == x.dtype and gate.shape == x.shape
-    if x.device.type != "cpu" or not fits or not gate_fits or function(_NAME, x.dtype) is None:
+    if x.device.type != "cpu" or not has_gate or not fits or function(_NAME, x.dtype) is None:
         return gated_norm_in_blocks(x, weight, epsilon, gate)
     return _CompiledNorm.apply(x, weight, gate, epsilon)

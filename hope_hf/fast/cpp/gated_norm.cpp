@@ -1,6 +1,6 @@
 // rms_norm(x) weight silu(gate) of rows of numbers, and its gradients: each number is read once from memory.
 //
-// `norm.py` calls it through ctypes, and has the equations. Axes: W numbers of a row; rows lie in three outer axes.
+// `gated_norm.py` calls it through ctypes, and has the equations. Axes: W numbers of a row; rows lie in three outer axes.
 
 #include <cstdint>
 
@@ -8,13 +8,13 @@
 
 using namespace hope;
 
-// What `_Arguments` of `norm.py` describes; pointers that may be null are marked with `?`.
+// What `_Arguments` of `gated_norm.py` describes; pointers that may be null are marked with `?`.
 template <class T>
 struct NormArguments {
   int64_t sizes[3], width;
   double epsilon;
   const T* weight;
-  // ? the second one; distances of rows along the outer axes
+  // distances of rows along the outer axes
   const T *x, *gate;
   int64_t x_strides[3], gate_strides[3];
   // 1 / rms of each row [rows], written by the forward pass
@@ -22,7 +22,7 @@ struct NormArguments {
   // result, or in a backward pass its gradient
   T* out;
   int64_t out_strides[3];
-  // ? of the backward pass alone: [rows, W], ? [rows, W], and [parts, W], zero before
+  // of the backward pass alone, ? the first: [rows, W], [rows, W], and [parts, W], zero before
   T *grad_x, *grad_gate, *grad_weight;
   int64_t parts;
 };
@@ -49,20 +49,19 @@ class Norm {
 
   void forward(int64_t row) {
     const T* x = in.x + place(row, in.x_strides);
-    const T* gate = in.gate ? in.gate + place(row, in.gate_strides) : nullptr;
+    const T* gate = in.gate + place(row, in.gate_strides);
     T* out = in.out + place(row, in.out_strides);
     const T factor = 1 / __builtin_sqrt(double(dot<T>(W, x, x)) / W + in.epsilon);
     in.scale[row] = factor;
     for (int c = 0; c < W; c += kLanes<T>) {
-      Vector<T> normed = load(x + c) * factor * load(in.weight + c);
-      if (gate) normed *= load(gate + c) * sigmoid_of<T>(load(gate + c));
-      store<T>(out + c, normed);
+      const Vector<T> g = load(gate + c);
+      store<T>(out + c, load(x + c) * factor * load(in.weight + c) * g * sigmoid_of<T>(g));
     }
   }
 
   void backward(int64_t row) {
     const T* x = in.x + place(row, in.x_strides);
-    const T* gate = in.gate ? in.gate + place(row, in.gate_strides) : nullptr;
+    const T* gate = in.gate + place(row, in.gate_strides);
     const T* grad_out = in.out + place(row, in.out_strides);
     T* grad_x = in.grad_x + row * W;
     T* grad_weight = in.grad_weight + part * W;
@@ -70,17 +69,13 @@ class Norm {
     Vector<T> along{};
     for (int c = 0; c < W; c += kLanes<T>) {
       const Vector<T> weight = load(in.weight + c);
-      Vector<T> grad = load(grad_out + c);
-      const Vector<T> unit = load(x + c) * factor;
-      if (gate) {
-        const Vector<T> g = load(gate + c), sigmoid = sigmoid_of<T>(g);
-        store<T>(in.grad_gate + row * W + c, grad * unit * weight * sigmoid * (1 + g * (1 - sigmoid)));
-        grad *= g * sigmoid;
-      }
-      store<T>(grad_weight + c, load(grad_weight + c) + grad * unit);
-      grad *= weight;
-      along += grad * unit;
-      store<T>(grad_x + c, grad);
+      const Vector<T> grad = load(grad_out + c), unit = load(x + c) * factor;
+      const Vector<T> g = load(gate + c), sigmoid = sigmoid_of<T>(g);
+      store<T>(in.grad_gate + row * W + c, grad * unit * weight * sigmoid * (1 + g * (1 - sigmoid)));
+      const Vector<T> grad_normed = grad * g * sigmoid, grad_unit = grad_normed * weight;
+      store<T>(grad_weight + c, load(grad_weight + c) + grad_normed * unit);
+      along += grad_unit * unit;
+      store<T>(grad_x + c, grad_unit);
     }
     const T mean = sum_of<T>(along) / W;
     for (int c = 0; c < W; c += kLanes<T>)
