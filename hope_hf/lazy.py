@@ -14,18 +14,22 @@ def late_names(
         package: its `__name__`.
         modules: by the name of a module in it, the names that the package takes from there.
     """
-    places = {}
+    module_of = {}
     for module, names in modules.items():
-        places |= dict.fromkeys(names, module)
+        for name in names:
+            module_of[name] = module
 
     def get(name: str) -> object:
-        if name not in places:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{places[name]}"), name)
+        module = importlib.import_module(f"{package}.{module_of[name]}")
+        value = getattr(module, name)
+        # From now on Python finds it without this function.
         setattr(sys.modules[package], name, value)
         return value
 
     def names_of_package() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places})
+        present = vars(sys.modules[package])
+        return sorted({*present, *module_of})
 
     return get, names_of_package

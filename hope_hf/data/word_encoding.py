@@ -24,19 +24,27 @@ _WORD = re.compile(
 
 def word_encoder(backend: Tokenizer) -> "WordEncoder | None":
     """An encoder with the ids of `backend`; None where it would be slower, or the tokenizer cuts other words."""
+    # Not every system says which cores a process may use.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return WordEncoder(backend) if cores <= FEW_CORES and cuts_words_of_gpt2(backend) else None
+    if cores > FEW_CORES or not cuts_words_of_gpt2(backend):
+        return None
+    return WordEncoder(backend)
 
 
 def cuts_words_of_gpt2(backend: Tokenizer) -> bool:
     """Whether the tokenizer is a byte-level BPE with the words of GPT-2, and equal words have equal tokens."""
     parts = json.loads(backend.to_str())
-    model, words = parts["model"], parts["pre_tokenizer"] or {}
+    if parts["normalizer"] is not None:
+        return False
+    for token in parts["added_tokens"]:
+        # It is looked for in the text, before this is cut.
+        if not token["special"]:
+            return False
+    words = parts["pre_tokenizer"] or {}
+    model = parts["model"]
+    # Dropout draws the tokens of a word.
     is_bpe = model["type"] == "BPE" and not model["dropout"]
-    cuts_them = words.get("type") == "ByteLevel" and words.get("use_regex") and not words["add_prefix_space"]
-    # Tokens that are no special ones are looked for in the text, before it is cut.
-    only_special = all(token["special"] for token in parts["added_tokens"])
-    return bool(is_bpe and cuts_them and only_special and parts["normalizer"] is None)
+    return is_bpe and {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}.items() <= words.items()
 
 
 class WordEncoder:
@@ -50,10 +58,11 @@ class WordEncoder:
     def encode(self, text: str) -> list[int]:
         """The token ids of a text in ASCII."""
         words = _WORD.findall(text)
-        new = list(set(words).difference(self._ids))
         if len(self._ids) > MOST_WORDS:
             self._ids.clear()
-            new = list(set(words))
-        for word, encoding in zip(new, self._backend.encode_batch_fast(new, add_special_tokens=False), strict=True):
+        new = list(set(words).difference(self._ids))
+        encodings = self._backend.encode_batch_fast(new, add_special_tokens=False)
+        for word, encoding in zip(new, encodings, strict=True):
             self._ids[word] = encoding.ids
-        return list(chain.from_iterable(map(self._ids.__getitem__, words)))
+        ids = map(self._ids.__getitem__, words)
+        return list(chain.from_iterable(ids))

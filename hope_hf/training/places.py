@@ -4,13 +4,14 @@ The run itself checks and reads all of them: here the same functions find what i
 """
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from hope_hf.common.flags import require_local
 from hope_hf.common.names import PRESETS
 from hope_hf.common.parser import nearest
-from hope_hf.common.run_arguments import Arguments
-from hope_hf.data import named_files, read_mixture, require_shards
+from hope_hf.common.run_arguments import FLAGS, Arguments
+from hope_hf.data import DataConfig, named_files, read_mixture, require_shards
 
 from .checkpoints.manifest import checkpoints_in, no_latest, read_manifest
 from .checkpoints.run_folder import record_in
@@ -22,7 +23,9 @@ READ_LATER = ("model_name_or_path", "level_optimizers")
 def check_places(args: Arguments) -> None:
     """ValueError for a file or folder that does not exist, and for an output folder of another run."""
     folder = Path(args.output_dir)
-    identity = {name: value for name, value in args.identity().items() if name not in READ_LATER}
+    identity = args.identity()
+    for name in READ_LATER:
+        del identity[name]
     record = record_in(folder, identity, args.changeable())
     if record is not None and record["complete"]:
         # Its text is not read again, and may be gone.
@@ -33,7 +36,8 @@ def check_places(args: Arguments) -> None:
 
 
 def check_text_and_model(args: Arguments) -> None:
-    """ValueError for a text, model or tokenizer that is meant as a path and does not exist."""
+    """ValueError for a text, model or tokenizer that is meant as a path and does not exist, and for two texts."""
+    _check_data(args)
     if args.train_file:
         named_files(args.train_file, "--train_file")
     if args.validation_file:
@@ -47,6 +51,17 @@ def check_text_and_model(args: Arguments) -> None:
             require_local(getattr(args, flag), f"--{flag}")
     if args.config_name and args.config_name not in PRESETS and not nearest(args.config_name, PRESETS):
         require_local(args.config_name, "--config_name")
+
+
+def _check_data(args: Arguments) -> None:
+    """ValueError for flags of the data that exclude each other."""
+    # A model brings its tokenizer.
+    given = {"tokenizer_name": args.model_name_or_path}
+    for field in fields(DataConfig):
+        value = getattr(args, field.name) if field.name in FLAGS else None
+        if value is not None:
+            given[field.name] = value
+    DataConfig(**given)
 
 
 def _check_resume(folder: Path, named: str) -> None:
