@@ -15,17 +15,16 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.common.gpus import GIB
-from hope_hf.common.recompute_flag import Recomputed
-from hope_hf.plan.activations import activations
 from hope_hf.plan.launch import GRADIENTS, OPTIMIZER, STRATEGIES, WEIGHTS, Launch, StepOptions
 from hope_hf.plan.memory import Memory, memory
 from hope_hf.plan.parsing import Question, parse
+from hope_hf.plan.parts import parts_of
 from hope_hf.plan.shapes import shapes_of
 from hope_hf.plan.traffic import traffic
 from hope_hf.plan.verdict import settings, verdict
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(<!-- planned: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- planned: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SEVEN_B, GB = 7e9, 1e9
 FULL = Launch(STRATEGIES["full_shard"], 8, 8, "bf16")
 LLAMA_70B = dict(
@@ -106,15 +105,15 @@ def models() -> str:
     for name, config in MODELS.items():
         shapes = shapes_of(config)
         tokens = min(2048, config.max_position_embeddings)
-        kept = activations(config, shapes, FULL, 1, tokens, Recomputed("none"))
-        recomputed = activations(config, shapes, FULL, 1, tokens, Recomputed("block"))
+        kept = parts_of(config, shapes, FULL, StepOptions(1, tokens))
+        recomputed = parts_of(config, shapes, FULL, StepOptions(1, tokens, checkpointing="block"))
         sizes = (
             state_bytes(shapes.count, "ddp", 8),
             state_bytes(shapes.count, "full_shard", 8),
             2 * shapes.largest_block,
-            kept.blocks,
-            recomputed.blocks + recomputed.one_block,
-            kept.loss,
+            kept.kept,
+            recomputed.kept + max(recomputed.blocks[0].backward),
+            max(kept.ends.forward, *kept.ends.loss),
             traffic(shapes.count, FULL, gather_bytes=2).total,
         )
         rows.append([name, f"{shapes.count / 1e6:,.1f}", *(f"{size / GB:,.3f}" for size in sizes)])
@@ -150,7 +149,7 @@ def sent() -> str:
 
 def mistakes() -> str:
     llama, gpt2 = shapes_of(MODELS["Llama-7B"]), shapes_of(GPT2Config())
-    kept = activations(MODELS["Llama-7B"], llama, FULL, 1, 4096, Recomputed("none")).blocks / 32
+    kept = parts_of(MODELS["Llama-7B"], llama, FULL, StepOptions(1, 4096)).kept / 32
     mid, larger, largest = (16 * count / GB for count in (shapes_of(MODELS["mid"]).count, 1_947e6, 6_394e6))
     ddp, full = (80 / state_bytes(1, key, 8) for key in ("ddp", "full_shard"))
     beside = states_gb("full_shard") + 4 * SEVEN_B / GB
@@ -224,8 +223,8 @@ class Recipe:
         return parse([*self.planner_words, "--gpu", ",".join(GPUS[self.name]), *words])
 
     def memory(self, *words: str, **step) -> Memory:
-        question = self.question("--no_simulate", *words)
-        return settings(replace(question, step=replace(question.step, **step)))[0].memory
+        question = self.question(*words)
+        return question.memory(question.launch, replace(question.step, **step))
 
 
 def launch_lines() -> str:
@@ -234,7 +233,7 @@ def launch_lines() -> str:
 
 @cache
 def recipe_row(name: str) -> list[str]:
-    question = Recipe(name).question("--no_simulate")
+    question = Recipe(name).question()
     found = settings(question)
     cells = []
     for gpu in question.gpus:
@@ -288,7 +287,7 @@ def rendered() -> str:
     """The page with its blocks written anew."""
     blocks = {block.__name__: block for block in BLOCKS}
     text = PAGE.read_text(encoding="utf-8")
-    text = BLOCK.sub(lambda found: found[1] + blocks.pop(found[2])() + found[3], text)
+    text = BLOCK.sub(lambda found: found[1] + blocks.pop(found[2])() + found[4], text)
     if blocks:
         raise ValueError(f"{PAGE.name} has no place for {', '.join(blocks)}.")
     return text

@@ -163,7 +163,7 @@ def run(command: str) -> None:
     elif program == "eval":
         assert held_out_documents(evaluation.parse(words, SUITES)).texts
     elif program == "plan":
-        assert plan([*words, "--no_simulate"]) == 0
+        assert plan([*words]) == 0
     elif program == "tokenizer":
         # As many entries as the small texts have pairs to merge.
         assert tokenizer.main([*words, "--vocab_size", "300"]) == 0

@@ -86,7 +86,7 @@ def test_the_wheel_alone_does_the_five_tasks_in_an_empty_folder(published, conve
         assert main(["eval", "--model_name_or_path", "run", *evaluate, "--output_dir", "evaluated"]) == 0
         assert main(["chat", "run", "--memory", "memory", "--prompt", "def f():", "--max_new_tokens", "4"]) == 0
         assert main(["generate", "run", "--memory", "memory", "--prompt", "def", "--max_new_tokens", "4"]) == 0
-        assert main(["plan", "pilot.yaml", "--accelerate_config", "ddp.yaml", "--no_simulate"]) == 0
+        assert main(["plan", "pilot.yaml", "--accelerate_config", "ddp.yaml"]) == 0
         assert main(["convert", "--from", "llama", "--output_dir", "converted"]) == 0
         assert main(["generate", "converted", "--prompt", "w5", "--max_new_tokens", "4"]) == 0
         assert main(["recipes"]) == main(["launch-files", "--copy", "ddp.yaml"]) == 0

@@ -95,7 +95,6 @@ class HopeAttention(Mixer, LlamaAttention):
 
     needs = frozenset({"mask", "rotary"})
     heads = ("num_attention_heads", "num_key_value_heads")
-    input_readers = 3
     name = "softmax attention"
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
@@ -177,18 +176,6 @@ class HopeAttention(Mixer, LlamaAttention):
     def cache_bytes(config: PreTrainedConfig, tokens: int) -> int:
         """Keys and values of all tokens."""
         return 4 * 2 * tokens * config.num_key_value_heads * config.head_dim
-
-    @staticmethod
-    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """Queries, keys, values and reads, and the sum of every query's softmax in fp32; what norms keep in fp32."""
-        heads = config.num_attention_heads
-        key_heads = config.num_key_value_heads
-        bytes_of_channel = low * (2 * heads + 2 * key_heads)
-        if config.use_qk_norm:
-            # the norms keep their input and the normalised input
-            bytes_of_channel += 8 * (heads + key_heads)
-        bytes_of_token = bytes_of_channel * config.head_dim + 4 * heads
-        return batch_size * length * bytes_of_token
 
 
 def attention_arguments(

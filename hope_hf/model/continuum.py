@@ -87,9 +87,6 @@ class ContinuumMemory(nn.Module):
     has taught, by level and map.
     """
 
-    # whether autograd keeps the output of every level
-    keeps_outputs = False
-
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.levels = nn.ModuleList()
@@ -107,8 +104,6 @@ class ContinuumMemory(nn.Module):
 
 class IndependentContinuum(ContinuumMemory):
     """Levels side by side (74): `x + sum_l w_l MLP_l(norm(x))` with learned weights that start at 1."""
-
-    keeps_outputs = True
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

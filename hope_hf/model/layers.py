@@ -42,7 +42,6 @@ class Mixer:
         heads: names of the fields of `HopeConfig` with its numbers of heads.
         own_fields: prefixes of its fields of `HopeConfig`; cache files of models without it do not depend on them.
         level_parameters: default number of parameters of a block's levels, in units of the squared width.
-        input_readers: linear maps that read the mixer's input.
         name: its name in a model card.
         metrics: prefix of its rows in the training metrics.
 
@@ -61,7 +60,6 @@ class Mixer:
     heads: tuple[str, ...] = ()
     own_fields: tuple[str, ...] = ()
     level_parameters = 8
-    input_readers = 0
     name = ""
     metrics = ""
 
@@ -94,13 +92,26 @@ class Mixer:
         return 0
 
     @staticmethod
+    def rounds(config: PreTrainedConfig) -> tuple[int, int] | None:
+        """The tokens of a short text and of a round, where the forward pass goes over a text in rounds of operators.
+
+        From the last round of the short text on, each takes as much memory. None where there are no rounds.
+        """
+        return None
+
+    @staticmethod
     def expects_kernels(config: PreTrainedConfig) -> bool:
-        """Whether models planned on this machine will run on kernels, whose memory `kept_bytes` then counts."""
+        """Whether models planned on this machine will run on kernels, whose memory `kept_by_kernels` then counts."""
         return False
 
     @staticmethod
-    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """Bytes that autograd keeps of a forward pass besides the input; `low` bytes per output of a linear map."""
+    def kept_by_kernels(config: PreTrainedConfig, batch_size: int, length: int, low: int, is_cast: bool) -> int:
+        """Bytes that autograd keeps of a forward pass besides the input.
+
+        Args:
+            low: bytes per output of a linear map.
+            is_cast: whether each linear map casts its input.
+        """
         return 0
 
 

@@ -24,8 +24,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from .backends import Kernel, asked_kernels, choose, runs_plain, runs_torch
 from .cache_parts import map_state
 from .chunks import ChunkPlan, ChunkSpan, TokenPlan, plan_chunks
-from .kernels_fla import is_expected, mix, scan_obstacle
-from .kernels_fla import kept_bytes as kept_bytes_of_kernels
+from .kernels_fla import is_expected, kept_bytes, mix, scan_obstacle
 from .layers import HopeRMSNorm, LearnedFactors, Mixer, ShortConvolution, gated_norm, one_token_later
 from .memory_delta import DeltaMemories
 from .memory_paper import PaperMemories
@@ -47,8 +46,6 @@ from .memory_scan import (
 
 # The class of each `HopeConfig.memory_rule`.
 RULES = {"delta": DeltaMemories, "paper": PaperMemories}
-# bytes that autograd keeps of a chunk, relative to those of a hand-written backward pass
-_AUTOGRAD_FACTOR = 4
 register_scan(RULES)
 # ranges from which softplus(dt_bias) and exp(A_log) are drawn
 _TIME_STEPS = (0.001, 0.1)
@@ -215,7 +212,6 @@ class SelfModifyingTitans(Mixer, nn.Module):
     heads = ("num_memory_heads",)
     # the memories' own parameters take the place of wider levels
     level_parameters = 2
-    input_readers = 5
     metrics = "memory"
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
@@ -511,40 +507,20 @@ class SelfModifyingTitans(Mixer, nn.Module):
         return 4 * config.num_memory_heads * (weights + tail)
 
     @staticmethod
+    def rounds(config: PreTrainedConfig) -> tuple[int, int]:
+        """A round is a chunk."""
+        return 4 * config.memory_chunk_size, config.memory_chunk_size
+
+    @staticmethod
     def expects_kernels(config: PreTrainedConfig) -> bool:
         return is_expected(config)
 
     @staticmethod
-    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """The qkv inputs and the reads in fp32; gate and output in the dtype of linear maps.
-
-        In narrow dtypes, the norm of the reads and the parts of their product with the gate, too.
-
-        The scan adds, in fp32, the last `recompute_chunks` chunks, and what a fast scan keeps of those before.
-        Under the paper's rule it adds the chunks of the last group, and a state per other group (`scan_plain`).
-        On a GPU see `kernels_fla.kept_bytes`.
-        """
-        if is_expected(config):
-            return kept_bytes_of_kernels(config, batch_size * length, low)
-        width = config.head_dim
-        # of a token and channel: the streams around the scan
-        if low == 4:
-            around = 4 * 4 + 2 * low
-        else:
-            around = 4 * 6 + 4 * low
-        chunks = math.ceil(length / config.memory_chunk_size)
-        stride = config.recompute_chunks or chunks
-        state, cheap, dear = _numbers_of_chunk(config, min(config.memory_chunk_size, length))
-        if fast_scan(config.memory_rule, "torch") is not None:
-            scan = chunks * dear + min(chunks, stride) * cheap
-        else:
-            groups = math.ceil(chunks / stride)
-            chunks_of_last_group = chunks - (groups - 1) * stride
-            of_last_group = _AUTOGRAD_FACTOR * (dear + cheap) * chunks_of_last_group
-            depth = RULES[config.memory_rule].depth(config)
-            scan = depth * (of_last_group + (groups - 1) * state)
-        of_row_and_head = length * around * width + 4 * scan
-        return batch_size * config.num_memory_heads * of_row_and_head
+    def kept_by_kernels(config: PreTrainedConfig, batch_size: int, length: int, low: int, is_cast: bool) -> int:
+        """See `kernels_fla.kept_bytes`; five linear maps read the input, and keep its cast each."""
+        tokens = batch_size * length
+        casts = 5 * low * config.hidden_size * tokens if is_cast else 0
+        return casts + kept_bytes(config, tokens, low)
 
 
 def _vectors_of_chunk(
@@ -574,22 +550,3 @@ def _squared_change(memories: Memories, state: ScanState) -> Tensor:
         change = last - first
         squared_change = squared_change + change.square().sum((-1, -2))
     return squared_change
-
-
-def _numbers_of_chunk(config: PreTrainedConfig, size: int) -> tuple[int, int, int]:
-    """Numbers that autograd keeps of a chunk of `size` tokens and a head: its state, cheap ones, and all others.
-
-    Cheap ones are computed again where chunks are recomputed; the state is one of the others.
-    """
-    width = config.head_dim
-    memories = len(config.memory_projections) + 1
-    state = memories * width**2
-    # keys, values, queries, their norms, and products of queries with keys
-    cheap = 3 * (width + 1) * size + size**2
-    # inverses, of two rates where memories project, are padded to a power of two
-    padded = max(4, 2 ** math.ceil(math.log2(size)))
-    rates = 2 if config.memory_projections else 1
-    inverses = rates * padded * (padded + 1)
-    tail = 3 * width * (config.conv_kernel_size - 1)
-    errors = memories * size * width
-    return state, cheap, state + tail + inverses + errors

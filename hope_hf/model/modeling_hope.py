@@ -387,7 +387,7 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
         # a head that PEFT wraps, or whose vocabulary is sharded, computes logits only
-        if skip_logits and type(self.lm_head) is HopeHead and self.tp_size is None:
+        if skip_logits and isinstance(self.lm_head, HopeHead) and self.tp_size is None:
             loss, logits = self.lm_head.mean_loss(outputs.last_hidden_state, labels, **kwargs), None
         else:
             logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None

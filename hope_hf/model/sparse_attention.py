@@ -171,7 +171,6 @@ class HopeSparseAttention(Mixer, nn.Module):
     needs = frozenset({"blocks", "rotary"})
     heads = ("num_attention_heads", "num_key_value_heads")
     own_fields = ("sparse_",)
-    input_readers = 4
     name = "native sparse attention"
     metrics = "sparse"
 
@@ -355,20 +354,10 @@ class HopeSparseAttention(Mixer, nn.Module):
         return 4 * (numbers + 2)
 
     @staticmethod
-    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        heads = config.num_attention_heads
-        key_heads = config.num_key_value_heads
-        channels = 2 * (heads + key_heads) * config.head_dim
-        # outputs of the linear maps, and the output
-        of_token = low * channels
-        # in fp32 queries, keys, values and the selected branch; compressed keys and values; gates
-        of_token += 4 * channels
-        key_channels = key_heads * config.head_dim
-        of_token += 4 * 2 * key_channels // config.sparse_compress_stride
-        of_token += 4 * len(BRANCHES) * heads
-        # int64 indices of the queries that read a block
-        of_token += 8 * config.sparse_top_k * key_heads
-        return batch_size * length * of_token
+    def rounds(config: PreTrainedConfig) -> tuple[int, int]:
+        """A round is a block of queries, from where on they read all the blocks and tokens that they may."""
+        block = config.sparse_block_size
+        return max(config.sparse_window, config.sparse_top_k * block) + block, block
 
     def begin_statistics(self) -> None:
         """Collect statistics of the calls from now on."""

@@ -643,26 +643,9 @@ class HopeWindowAttention(HopeAttention):
             )
 
     @staticmethod
-    def kept_bytes(config: PreTrainedConfig, batch_size: int, length: int, low: int) -> int:
-        """Queries, keys, values and reads; queries once more where they see sinks; the weights of each band."""
-        heads = config.num_attention_heads
-        key_heads = config.num_key_value_heads
-        sinks = config.attention_sinks
-        window = config.sliding_window
-        weights = sink_queries = 0
-        for start in range(0, length, _BAND):
-            stop = min(start + _BAND, length)
-            queries = stop - start
-            first = max(0, start - (window - 1))
-            keys = stop - first
-            if sinks and stop > window:
-                keys += sinks
-                sink_queries += queries
-            weights += queries * keys
-        of_token = 2 * heads + 2 * key_heads
-        streams = length * of_token + sink_queries * heads
-        numbers = streams * config.head_dim + heads * weights
-        return batch_size * low * numbers
+    def rounds(config: PreTrainedConfig) -> tuple[int, int]:
+        """A round is a band of queries, from where on a window is full."""
+        return config.sliding_window + 2 * _BAND, _BAND
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:

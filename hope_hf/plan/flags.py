@@ -38,7 +38,7 @@ class SubjectArguments:
         None, "Fields of the config: 'hidden_size=256,num_hidden_layers=4' or a JSON object."
     )
     trust_remote_code: bool = flag(False, "Allow model code from the Hub to run on this machine.")
-    attn_implementation: str | None = flag(None, "Attention kernel of the simulation: sdpa (for flash, too), eager.")
+    attn_implementation: str | None = flag(None, "Attention kernel that is planned: sdpa (for flash, too), eager.")
 
 
 @dataclass
@@ -89,7 +89,7 @@ class MachineArguments:
         0.4, "Share of the GPU's peak FLOP/s that the run reaches (train/mfu_percent / 100).", least=1e-6, most=1
     )
     price_per_gpu_hour: float | None = flag(None, "Adds the cost of the run, in the same currency.", above=0)
-    simulate: bool = flag(True, "Also run the step on fake tensors; --no_simulate: arithmetic only.")
+    simulate: bool = flag(False, "Also run the whole step on fake tensors, a check that takes minutes.")
     json: bool = flag(False, "Print one JSON object instead of the table.")
     plot: str | None = flag(None, "Also draw the settings' memory as bars into this .png.")
 

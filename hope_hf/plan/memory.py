@@ -1,35 +1,21 @@
-"""Peak memory of one process, by arithmetic: states, gathered blocks and activations at four moments of a step.
+"""Peak memory of one process: what the parts of a step allocate, added up with states and the engine's buffers.
 
 The states are weights, gradients and optimizer. Rajbhandari et al. 2020 (arXiv 1910.02054) count 16 bytes per
 parameter under Adam: 4 (or 2) each for weights and gradients, 4 for each of two moments. A strategy divides those it
 shards.
+
+The forward pass adds what each block leaves to what the blocks before it left; the backward pass takes it away again
+and adds gradients. So a step is a row of moments, and its peak that of the largest.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from hope_hf.common.recompute_flag import parse_recomputed
-
-from .activations import Activations, activations
+from .gathering import gathered_moments
 from .launch import GRADIENTS, OPTIMIZER, WEIGHTS, Launch, StepOptions
-from .shapes import ROOT, TAIL, Shapes
-
-
-def shard_bytes(shapes: Shapes, parts: int, by_rows: bool, each=lambda weight: 4) -> int:
-    """Bytes of the largest part of all parameters; `each`: bytes per element of a parameter."""
-    total = 0
-    for weight in shapes.weights:
-        count = weight.count
-        if by_rows:
-            rows = weight.shape[0]
-            count = count // rows * _largest_part(rows, parts)
-        total += count * each(weight)
-    return total if by_rows else _largest_part(total, parts)
-
-
-def _largest_part(whole: int, parts: int) -> int:
-    """`whole / parts`, rounded up."""
-    return -(-whole // parts)
+from .moments import BACKWARD, BLOCKS, FORWARD, LOSS, UPDATE, Moment
+from .parts import Parts, parts_of
+from .shapes import Shapes, largest_part, shard_bytes
 
 
 @dataclass(frozen=True)
@@ -39,8 +25,8 @@ class Memory:
     Attributes:
         split: the peak by category.
         states: weights, gradients, optimizer and the engine's buckets; offloaded ones are included.
-        moment: when the peak occurs: "loss", "blocks" (the backward pass enters the blocks), "backward" (its end) or
-            "update".
+        moment: when the peak occurs: "forward", "loss", "blocks" (the backward pass is inside the blocks), "backward"
+            (its end) or "update".
         host: offloaded bytes of all processes of a machine.
         gathered_block: the largest block once gathered; 0 where no block is gathered.
         between_batches: whole gradients held between the batches of a step.
@@ -60,39 +46,42 @@ class Memory:
         return sum(self.split.values())
 
 
-def memory(config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: int = 8) -> Memory:
-    """The peak memory of one optimizer step, with `per_node` processes on one machine."""
-    recomputed = parse_recomputed(step.checkpointing)
-    kept = activations(config, shapes, launch, step.batch_size, step.block_size, recomputed)
+def memory(
+    config, shapes: Shapes, launch: Launch, step: StepOptions, per_node: int = 8, parts: Parts | None = None
+) -> Memory:
+    """The peak memory of one optimizer step, with `per_node` processes on one machine.
+
+    `parts`: of the step's batch; traced if they are not given.
+    """
+    if parts is None:
+        parts = parts_of(config, shapes, launch, step)
     states = _states(shapes, launch, step)
-    whole_gradients = _between_batches(shapes, launch, step)
-    moments = _moments(shapes, launch, states, kept)
-    for moment in ("loss", "blocks", "backward"):
-        sizes = moments[moment]
-        sizes["whole gradients"] += whole_gradients
-        # A process's own part of the gradients: the sum of the batches before this one, and at the end the whole sum.
-        if whole_gradients or (moment != "backward" and step.accumulation == 1):
-            sizes["gradients"] = 0
+    resting = Counter({name: states[name] for name in (WEIGHTS, OPTIMIZER, "buckets")})
+    if launch.strategy.gathers:
+        moments = gathered_moments(parts, shapes, launch, step)
+    else:
+        moments = _replica_moments(parts, states[GRADIENTS], shapes.trained / shapes.count, launch, step)
+    moments.append(Moment(UPDATE, Counter({GRADIENTS: states[GRADIENTS]})))
     offloads = launch.strategy.offloads
     if OPTIMIZER in offloads:
         # DeepSpeed offloads its copy of the weights together with its optimizer.
         offloads |= {"buckets"}
-    host = 0
-    for name in offloads:
-        host += states[name]
-        for sizes in moments.values():
-            sizes[name] = 0
-    moment = max(moments, key=lambda name: moments[name].total())
+    for moment in moments:
+        moment.sizes.update(resting)
+        for name in offloads:
+            moment.sizes[name] = 0
+    peak = max(moments, key=lambda moment: moment.sizes.total())
+    host = sum(states[name] for name in offloads)
     gathered_block = shapes.largest_block if launch.strategy.gathers else 0
     return Memory(
         # Without what is 0.
-        split=dict(+moments[moment]),
+        split=dict(+peak.sizes),
         states=dict(states),
-        moment=moment,
+        moment=peak.name,
         host=host * min(per_node, launch.world_size),
         gathered_block=gathered_block * launch.compute_bytes,
-        between_batches=whole_gradients,
-        is_estimate=kept.is_estimate,
+        between_batches=_between_batches(shapes, launch, step),
+        is_estimate=parts.is_estimate,
     )
 
 
@@ -112,13 +101,13 @@ def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> Counter[str]:
     states = Counter()
     for name, each in elements.items():
         parts = launch.parts if name in strategy.shared else 1
-        states[name] = shard_bytes(shapes, parts, by_rows=strategy.engine == "fsdp2", each=each)
+        states[name] = shard_bytes(shapes.weights, parts, by_rows=strategy.engine == "fsdp2", each=each)
     if strategy.engine == "plain" and launch.world_size > 1:
         # DDP copies gradients to buckets and reduces these.
         states["buckets"] = 4 * shapes.trained
     if is_deepspeed:
         # DeepSpeed's optimizer updates its own copy of the weights.
-        states["buckets"] = _largest_part(4 * shapes.trained, launch.parts)
+        states["buckets"] = largest_part(4 * shapes.trained, launch.parts)
     return states
 
 
@@ -130,26 +119,42 @@ def _between_batches(shapes: Shapes, launch: Launch, step: StepOptions) -> int:
     return dtype.itemsize * shapes.trained
 
 
-def _moments(shapes: Shapes, launch: Launch, states: Counter[str], kept: Activations) -> dict[str, Counter[str]]:
-    """Bytes by category when the loss is computed, and in the backward pass and update."""
-    loss = Counter(states)
-    if launch.strategy.gathers:
-        gathered = shapes.units[TAIL] + shapes.units[ROOT]
-        if launch.strategy.keeps_gathered:
-            gathered = shapes.count
-        loss["gathered"] = gathered * launch.compute_bytes
-    loss["weight copies"] = kept.weight_copies
-    loss["activations"] = kept.blocks + kept.loss
-    # The end of the backward pass: all gradients, one block's activations, and gradients of a quarter of these.
-    backward = Counter(states)
-    backward["activations"] = kept.one_block
-    backward["backward"] = kept.one_block // 4
-    if launch.strategy.gathers:
-        # This block and the next one, which is gathered ahead. The block's gradients are fp32 while they are reduced.
-        backward["gathered"] = 2 * shapes.largest_block * launch.compute_bytes
-        backward["whole gradients"] = 4 * shapes.largest_block
-    # Early in the backward pass: most activations, few gradients.
-    blocks = Counter(backward)
-    blocks["weight copies"] = kept.weight_copies
-    blocks["activations"] = kept.in_backward
-    return {"loss": loss, "blocks": blocks, "backward": backward, "update": Counter(states)}
+def _replica_moments(
+    parts: Parts, gradients: int, trained: float, launch: Launch, step: StepOptions
+) -> list[Moment]:
+    """The moments of a process that has all weights.
+
+    Args:
+        gradients: bytes of those that it holds at the end.
+        trained: share of the parameters that are trained; the parts have gradients of all.
+    """
+    ends = parts.ends
+    shared = launch.parts if GRADIENTS in launch.strategy.shared else 1
+    # Whole gradients of the part that runs backward, and those of the parts after it, of which it may hold a share.
+    has_gradients = step.accumulation > 1
+    moments: list[Moment] = []
+
+    def add(name: str, activations: int, before: int = 0, now: int = 0) -> None:
+        held = gradients if has_gradients else round(trained * (before / shared + now))
+        moments.append(Moment(name, Counter({"activations": activations, GRADIENTS: held})))
+
+    left = 0
+    for block in parts.blocks:
+        add(FORWARD, ends.inside + left + block.forward)
+        left += block.inside
+    add(LOSS, left + parts.shared + ends.forward)
+    kept = parts.kept + parts.shared
+    add(LOSS, kept + ends.outside)
+    for peak, size in zip(ends.loss, ends.loss_gradients, strict=True):
+        add(LOSS, kept + peak, now=size)
+    before = ends.loss_gradients[-1]
+    kept += ends.kept + ends.carried
+    for number, block in reversed(list(enumerate(parts.blocks))):
+        kept -= block.kept
+        name = BLOCKS if number else BACKWARD
+        for peak, size in zip(block.backward, block.gradients, strict=True):
+            add(name, kept + peak, before, size)
+        before += block.gradients[-1]
+    for peak, size in zip(ends.last, ends.last_gradients, strict=True):
+        add(BACKWARD, peak, before, size - ends.loss_gradients[-1])
+    return moments

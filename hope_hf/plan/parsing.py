@@ -37,7 +37,7 @@ class Question:
     """By flag, what the size of the text chose."""
 
     def memory(self, launch: Launch, step: StepOptions) -> Memory:
-        """The arithmetic of this model under another launch or step."""
+        """The memory of this model under another launch or step."""
         return memory(self.config, self.shapes, launch, step, self.args.gpus_per_node)
 
     @property
@@ -155,7 +155,6 @@ def _warn_of_ignored(args: Arguments, named: set[str], launch: Launch):
         ("max_train_steps", args.total_tokens is not None, "--total_tokens is given"),
         ("sync_each_batch", not fsdp or args.gradient_accumulation_steps == 1, "FSDP accumulates no batches"),
         ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
-        ("attn_implementation", not args.simulate, "--no_simulate is given"),
     ):
         if name in named and is_ignored:
             warn_once(f"--{name} is ignored: {reason}.")

@@ -3,6 +3,7 @@
 import operator
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hope_hf.common.defaults import default_lines
 from hope_hf.common.files import write_errors
@@ -11,10 +12,12 @@ from hope_hf.common.gpus import GIB
 from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.common.results import Row, architecture, markdown_table
 
-from .activations import cache_bytes
 from .parsing import Question
-from .simulate import Simulation
+from .sequence_state import cache_bytes
 from .verdict import Setting, Verdict
+
+if TYPE_CHECKING:
+    from .simulate import Simulation
 
 # Columns of the table -> the categories of memory that they add up.
 COLUMNS = {
@@ -33,13 +36,14 @@ class Plan:
     Attributes:
         rows: the setting that was asked for, then the others.
         verdicts: one a GPU.
-        simulation: of the setting that was asked for; None for the reason in `no_simulation`.
+        simulation: of the setting that was asked for, if `--simulate` asks for it.
+        no_simulation: the reason why there is none then.
     """
 
     question: Question
     rows: list[Setting]
     verdicts: list[Verdict]
-    simulation: Simulation | None
+    simulation: "Simulation | None"
     no_simulation: str | None
 
     @property
@@ -59,7 +63,8 @@ def as_text(plan: Plan) -> str:
     ]
     if question.defaults:
         parts.append("\n".join(["Defaults of a small text:", *default_lines(question.defaults)]))
-    parts.append(_simulated(plan))
+    if question.args.simulate:
+        parts.append(_simulated(plan))
     if memory.gathered_block:
         parts.append(f"Largest gathered block: {memory.gathered_block / GIB:.3f} GiB.")
     if memory.between_batches:
@@ -95,7 +100,7 @@ def _heading(question: Question) -> str:
     )
     if parse_recomputed(step.checkpointing).part != "none":
         text += f", recomputed: {step.checkpointing}"
-    units = "Memory per process in GiB (2^30 bytes), by arithmetic; traffic per process and step in GB (10^9 bytes)."
+    units = "Memory per process in GiB (2^30 bytes); traffic per process and step in GB (10^9 bytes)."
     return f"{text}\n{units}"
 
 
@@ -134,7 +139,7 @@ def _simulated(plan: Plan) -> str:
     split = ", ".join(sizes)
     return (
         f"Simulated step of {plan.asked.name} ({simulation.seconds:.0f} s): {_gib(simulation.peak)} GiB ({split}); "
-        f"arithmetic alone: {_gib(plan.asked.memory.peak)}."
+        f"planned: {_gib(plan.asked.memory.peak)}."
     )
 
 
@@ -227,7 +232,7 @@ def draw(plan: Plan, path: str) -> None:
     count = question.launch.world_size
     millions = question.shapes.count / 1e6
     axes.set_title(f"{model}, {millions:,.4g} million parameters, {count:,} process(es)")
-    axes.set_ylabel("memory of a process, GiB (by arithmetic)")
+    axes.set_ylabel("memory of a process, GiB")
     axes.set_xlabel("way of sharding")
     axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")

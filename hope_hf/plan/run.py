@@ -13,10 +13,15 @@ from hope_hf.common.program import printed
 from .launch import Launch, StepOptions
 from .memory import memory
 from .parsing import Question
+from .parts import estimated_parts
 from .shapes import shapes_of
 
 if TYPE_CHECKING:
     from .simulate import Simulation
+
+
+# An estimate may be several times too small: scans keep more than the matrices around them read and write.
+FAR_BELOW = 8
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,20 @@ class Planned:
     saved: int
 
 
-def plan_running(model: PreTrainedModel, launch: Launch, step: StepOptions, per_node: int) -> Planned:
-    """The plan of a run's model under the launch of its engine, with `per_node` processes on this machine."""
+def plan_running(
+    model: PreTrainedModel, launch: Launch, step: StepOptions, per_node: int, room: float = 0
+) -> Planned:
+    """The plan of a run's model under the launch of its engine, with `per_node` processes on this machine.
+
+    `room`: bytes. Where an estimate is far below them it is the answer, since tracing takes a second or two.
+    """
     config = model.config
     whole = shapes_of(config, step.trust_remote_code)
     shapes = whole.as_trained(model)
     step = replace(step, checkpointing=launch.recomputes(step.checkpointing))
-    process = memory(config, shapes, launch, step, per_node)
+    process = memory(config, shapes, launch, step, per_node, estimated_parts(config, shapes, launch, step))
+    if process.peak > room / FAR_BELOW:
+        process = memory(config, shapes, launch, step, per_node)
     of_lora = shapes.count - whole.count
     return Planned(
         peak=process.peak,
@@ -69,10 +81,11 @@ def answer(question: Question) -> int:
     from .verdict import require_a_fit, settings, verdict
 
     rows = settings(question)
-    by_arithmetic = [verdict(question, rows, gpu, None) for gpu in question.gpus]
-    require_a_fit(question, rows, by_arithmetic)
+    verdicts = [verdict(question, rows, gpu, None) for gpu in question.gpus]
+    require_a_fit(question, rows, verdicts)
     simulation, reason = _simulated(question)
-    verdicts = [verdict(question, rows, gpu, simulation) for gpu in question.gpus]
+    if simulation is not None:
+        verdicts = [verdict(question, rows, gpu, simulation) for gpu in question.gpus]
     plan = Plan(question, rows, verdicts, simulation, reason)
     if question.args.plot:
         draw(plan, question.args.plot)
@@ -81,11 +94,11 @@ def answer(question: Question) -> int:
 
 
 def _simulated(question: Question) -> tuple["Simulation | None", str | None]:
-    """The simulated step, or None and the reason why there is none."""
+    """The simulated step that `--simulate` asks for, or None and the reason why there is none."""
+    if not question.args.simulate:
+        return None, None
     from .simulate import can_simulate, simulate
 
-    if not question.args.simulate:
-        return None, "--no_simulate is given"
     reason = can_simulate(question.config, question.launch)
     if reason is not None:
         return None, reason

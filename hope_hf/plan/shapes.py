@@ -5,6 +5,7 @@ They are read from the model on the meta device, which holds no numbers: 0.07 s 
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -67,6 +68,16 @@ class Shapes:
     weights: tuple[Weight, ...]
     is_tied: bool
     model: PreTrainedModel | None = None
+
+    @cached_property
+    def tracers(self) -> dict:
+        """What `parts.py` has traced of the model, by mode and by what is recomputed."""
+        return {}
+
+    @cached_property
+    def untraceable(self) -> set:
+        """The modes in which the model does not run on fake tensors."""
+        return set()
 
     @cached_property
     def count(self) -> int:
@@ -148,6 +159,23 @@ def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
         shape = tuple(parameter.shape)
         weights.append(Weight(name, shape, unit, periods[name], rules[name]))
     return Shapes(tuple(weights), is_tied=table is output, model=model)
+
+
+def shard_bytes(weights: Iterable[Weight], parts: int, by_rows: bool, each=lambda weight: 4) -> int:
+    """Bytes of the largest part of some parameters; `each`: bytes per element of a parameter."""
+    total = 0
+    for weight in weights:
+        count = weight.count
+        if by_rows:
+            rows = weight.shape[0]
+            count = count // rows * largest_part(rows, parts)
+        total += count * each(weight)
+    return total if by_rows else largest_part(total, parts)
+
+
+def largest_part(whole: int, parts: int) -> int:
+    """`whole / parts`, rounded up."""
+    return -(-whole // parts)
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:

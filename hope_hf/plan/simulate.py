@@ -1,10 +1,8 @@
-"""The peak memory of one training step, simulated on fake tensors and a fake process group.
+"""The peak memory of one training step, simulated whole on fake tensors and a fake process group.
 
-Fake tensors have shapes but no numbers, so one CPU process simulates any model on any number of processes. torch's
-trackers (`torch.distributed._tools`) count the bytes of all live tensors.
-
-Of a deep model three blocks are simulated at most: what one more block of a kind adds to each moment of the step is
-measured, and the layers add up. `tests/plan/test_simulate.py` compares the sum with the simulation of all layers.
+One CPU process simulates any number of processes: model, wrapping and optimizer are the trainer's own, and torch's
+trackers (`torch.distributed._tools`) count the bytes of all live tensors. That takes minutes for a deep model;
+`memory.py` adds up the traces of a few parts to the same peak, as `tests/plan/test_memory.py` shows.
 """
 
 import time
@@ -17,18 +15,16 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from hope_hf.common.objective import can_skip_logits, summed_loss
 from hope_hf.common.precision import LOW_PRECISION
@@ -36,13 +32,11 @@ from hope_hf.common.recompute import recompute_activations
 from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
 
+from .fake import as_if_real, build, in_precision, without_dropout
 from .launch import Launch, StepOptions
-from .shapes import blocks_of, shapes_of
 
 # accelerate's names for the axes of a mesh.
 MESH = ("dp_replicate", "dp_shard_cp")
-# Fields of configurations with the dropout rate of attention weights.
-ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
 # torch's categories of tensors -> the planner's.
 CATEGORIES = {
     "Parameter": "weights", "Sharded Param": "weights", "Gradient": "gradients", "Sharded Grad": "gradients",
@@ -50,13 +44,9 @@ CATEGORIES = {
     "Unsharded Grad": "whole gradients", "Reduce Scatter": "whole gradients", "Activation": "activations",
     "Temp": "backward", "Buffer": "other", "Inputs": "other", "Other": "other",
 }  # fmt: skip
-# Moments of a step: forward pass and loss, the backward pass of a block, the update.
-FORWARD, FIRST, MIDDLE, LAST, UPDATE = "forward", "first block", "middle block", "last block", "update"
 
 Sizes = Counter[str]
 """Bytes by category."""
-Peaks = dict[str, Sizes]
-"""By moment."""
 
 
 @dataclass(frozen=True)
@@ -80,90 +70,10 @@ def can_simulate(config, launch: Launch) -> str | None:
     return "offloading is not simulated" if launch.strategy.offloads else None
 
 
-def simulate(config, launch: Launch, options: StepOptions, all_layers: bool = False) -> Simulation:
-    """The step of `hope_hf.training`, from a few of the model's layers where its blocks repeat.
-
-    `all_layers`: from the whole model, which takes minutes for a deep one.
-    """
+def simulate(config, launch: Launch, options: StepOptions) -> Simulation:
+    """The step of `hope_hf.training`, which runs once."""
     start = time.perf_counter()
-    kinds = _kinds_of_layers(config)
-    if all_layers or not _layers_repeat(config, kinds, launch, options):
-        moments = _peaks(config, launch, options)
-    else:
-        moments = _added_up(config, kinds, launch, options)
-    peak = max(moments.values(), key=Counter.total)
-    split = {category: size for category, size in peak.items() if size}
-    return Simulation(peak.total(), split, seconds=time.perf_counter() - start)
-
-
-def _kinds_of_layers(config) -> list[str]:
-    kinds = getattr(config, "layer_types", None)
-    return list(kinds) if kinds else ["block"] * config.num_hidden_layers
-
-
-def _layers_repeat(config, kinds: list[str], launch: Launch, options: StepOptions) -> bool:
-    """Whether layers of a kind are alike, and so many that simulating a few takes less time."""
-    different = set(kinds)
-    if parse_recomputed(options.checkpointing).every > 1 or len(kinds) <= 2 + 3 * len(different):
-        return False
-    if launch.strategy.gathers and len(different) > 1:
-        # Two neighbours are gathered at once, and each pair of kinds adds other bytes.
-        return False
-    parameters = shapes_of(config, options.trust_remote_code).units
-    sizes = {(kind, parameters[index]) for index, kind in enumerate(kinds)}
-    # A model without blocks that FSDP would gather has no parameters in them.
-    return parameters[0] > 0 and len(sizes) == len(different)
-
-
-def _with_layers(config, kinds: list[str]):
-    """The config of a model with these layers alone."""
-    fields = config.to_dict() | {"num_hidden_layers": len(kinds)}
-    if getattr(config, "layer_types", None):
-        fields["layer_types"] = kinds
-        # the name in HOPE's files
-        fields.pop("mixer_types", None)
-    return type(config).from_dict(fields)
-
-
-def _added_up(config, kinds: list[str], launch: Launch, options: StepOptions) -> Peaks:
-    """The peaks of a deep model's moments: those of its ends alone, and what each layer between them adds.
-
-    The backward pass frees activations and adds gradients from block to block, so that its peak lies at one of its
-    ends. These are the first and last block, which lack a neighbour under FSDP, and those beside them.
-    """
-    first, *middle, last = kinds
-    between = Counter(middle)
-    shallow = _peaks(_with_layers(config, [first, last]), launch, options)
-    deeper = {}
-    for kind in between:
-        deeper[kind] = _peaks(_with_layers(config, [first, kind, last]), launch, options)
-    peaks = {}
-    for moment, sizes in shallow.items():
-        peaks[moment] = sizes.copy()
-        peaks[moment].update(_growth(shallow, deeper, moment, between))
-    for kind in between:
-        others = between - Counter([kind])
-        for end in (FIRST, LAST):
-            sizes = deeper[kind][MIDDLE].copy()
-            sizes.update(_growth(shallow, deeper, end, others))
-            peaks[f"{kind} beside the {end}"] = sizes
-    return peaks
-
-
-def _growth(shallow: Peaks, deeper: dict[str, Peaks], moment: str, layers: Counter[str]) -> Sizes:
-    """What `layers` add to a moment; `deeper`: kind -> peaks with one more layer of that kind than `shallow`."""
-    growth = Counter()
-    for kind, number in layers.items():
-        for category, size in deeper[kind][moment].items():
-            growth[category] += number * (size - shallow[moment][category])
-    return growth
-
-
-def _peaks(config, launch: Launch, options: StepOptions) -> Peaks:
-    """Run the step once on fake tensors: its peak at each moment."""
-    # With dropout the CPU's attention holds heads x tokens^2 numbers; GPU kernels never do.
-    no_dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, 0)}
-    config = type(config).from_dict(config.to_dict() | no_dropout)
+    config = without_dropout(config)
     with ExitStack() as stack:
         # Parts of torch warn because they expect real tensors.
         stack.enter_context(warnings.catch_warnings(action="ignore"))
@@ -173,79 +83,53 @@ def _peaks(config, launch: Launch, options: StepOptions) -> Peaks:
             stack.callback(dist.destroy_process_group)
         # Before the fake mode, because a mesh reads its own numbers.
         mesh = make_mesh(launch)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        real = stack.enter_context(_AsIfReal())
-        step = Step(config, launch, options, mesh)
-        if len(step.batches) > 1:
-            # Batches before the last leave gradients behind, whatever their size.
-            step.batches[0] = torch.zeros((1, min(16, options.block_size)), dtype=torch.long)
-        if config.model_type == "hope":
-            # Queries are padded to whole blocks.
-            real.queries = options.block_size + -options.block_size % config.sparse_block_size
-        if not launch.strategy.gathers:
-            # Under FSDP both gradients of a tied embedding exist at once.
-            real.embedding = step.model.get_input_embeddings().weight.shape
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            step = Step(config, launch, options, mesh)
+            if len(step.batches) > 1:
+                # Batches before the last leave gradients behind, whatever their size.
+                step.batches[0] = torch.zeros((1, min(16, options.block_size)), dtype=torch.long)
+        in_place = not launch.strategy.gathers
+        stack.enter_context(as_if_real(fake, step.model, options.block_size, in_place))
         step.warm_up()
         tracker = step.tracker()
-        watch = _Watch(tracker, step)
+        watch = _Watch(tracker)
         with tracker:
             step.connect()
             # The tracker's statistics by module, unused here, allow one forward pass each.
             step.run(between=tracker.reset_mod_stats)
-    peaks = watch.peaks()
+    peak = watch.peak()
     if isinstance(step.wrapped, DistributedDataParallel):
         # The tracker counts DDP's buckets, as large as the gradients, as activations.
         buckets = sum(parameter.nbytes for parameter in step.model.parameters())
-        for sizes in peaks.values():
-            sizes["buckets"] = buckets
-            sizes["activations"] -= buckets
-    return peaks
+        peak["buckets"] = buckets
+        peak["activations"] -= buckets
+    split = {category: size for category, size in peak.items() if size}
+    return Simulation(peak.total(), split, seconds=time.perf_counter() - start)
 
 
 class _Watch:
-    """Records the largest snapshot of a tracker at each moment of a step."""
+    """Records the largest snapshot of a tracker."""
 
-    def __init__(self, tracker: MemTracker, step: "Step"):
+    def __init__(self, tracker: MemTracker):
         self.tracker = tracker
-        self.moment = FORWARD
-        self.largest: dict[str, dict] = {}
+        self.largest = {"Total": -1}
         # In place of statistics by module, which the tracker reads after every operator.
         tracker._update_peak_stats = self.record
-        blocks = blocks_of(step.model)
-        for block in blocks:
-            block.register_forward_hook(self.await_gradient)
-        self.moments = dict.fromkeys(blocks, MIDDLE)
-        self.moments |= dict.fromkeys(blocks[-1:], LAST)
-        self.moments |= dict.fromkeys(blocks[:1], FIRST)
-        step.model.register_forward_pre_hook(lambda *call: self.enter(FORWARD))
-        step.optimizer.register_step_pre_hook(lambda *call: self.enter(UPDATE))
 
-    def await_gradient(self, block: nn.Module, inputs, output):
-        """Enter a block's moment when the gradient of its output is there."""
-        hidden_states = output[0] if isinstance(output, tuple) else output
-        moment = self.moments[block]
-        hidden_states.register_hook(lambda gradient: self.enter(moment))
-
-    def enter(self, moment: str):
-        self.moment = moment
-
-    def record(self, state):
+    def record(self, state) -> None:
         """Called by the tracker after every operator."""
         for device, snapshot in self.tracker._curr_mem_snap.items():
-            largest = self.largest.setdefault(self.moment, {"Total": -1})
-            if device.type == "cpu" and snapshot["Total"] > largest["Total"]:
-                self.largest[self.moment] = dict(snapshot)
+            if device.type == "cpu" and snapshot["Total"] > self.largest["Total"]:
+                self.largest = dict(snapshot)
 
-    def peaks(self) -> Peaks:
-        """The peaks by moment and category."""
-        peaks = {}
-        for moment, snapshot in self.largest.items():
-            sizes = Counter()
-            for kind, size in snapshot.items():
-                if kind != "Total":
-                    sizes[CATEGORIES[kind.value]] += size
-            peaks[moment] = sizes
-        return peaks
+    def peak(self) -> Sizes:
+        """The largest snapshot by category."""
+        sizes = Counter()
+        for kind, size in self.largest.items():
+            if kind != "Total":
+                sizes[CATEGORIES[kind.value]] += size
+        return sizes
 
 
 class Step:
@@ -255,10 +139,7 @@ class Step:
         self.launch = launch
         self.options = options
         self.mesh = mesh
-        flags = {"trust_remote_code": options.trust_remote_code}
-        if options.attn_implementation:
-            flags["attn_implementation"] = options.attn_implementation
-        self.model = AutoModelForCausalLM.from_config(config, **flags)
+        self.model = build(config, options)
         recompute_activations(self.model, parse_recomputed(options.checkpointing))
         self.wrapped = self._wrap(self.model)
         self.optimizer: LevelClock = build_optimizer(
@@ -273,12 +154,9 @@ class Step:
         self.wrapped.train()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        launch = self.launch
-        if launch.precision in LOW_PRECISION:
-            # As in `Accelerator.prepare_model`.
-            cast = torch.autocast("cpu", dtype=LOW_PRECISION[launch.precision])
-            model.forward = convert_outputs_to_fp32(cast(model.forward))
-        return self._shard(model) if launch.strategy.gathers else model
+        if self.launch.precision in LOW_PRECISION:
+            model.forward = in_precision(model.forward, self.launch.precision)
+        return self._shard(model) if self.launch.strategy.gathers else model
 
     def connect(self):
         """Wrap a replica in DDP. This comes last, because DDP creates its buckets here."""
@@ -379,51 +257,3 @@ def _reduced(state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-class _AsIfReal(TorchDispatchMode):
-    """Replaces operations that need the numbers of a tensor.
-
-    - A boolean mask selects no elements, so checks of values (such as token ids) find nothing.
-    - All `queries` of a row select the first block of sparse attention, as in every text, and no other block.
-    - The two gradients of a tied embedding are added in place, as autograd does with real tensors.
-    """
-
-    embedding: torch.Size | None = None
-    queries: int = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        if function is aten.add.Tensor and self._adds_gradients_of_embedding(*args[:2]):
-            function = aten.add_.Tensor
-        if function is aten.index.Tensor:
-            tensor, indices = args
-            mask = _single_mask(indices)
-            if mask is not None:
-                return tensor.new_empty((0, *tensor.shape[mask.ndim :]))
-        if function is aten.bincount.default and self.queries:
-            return self._counts_of_blocks(number=args[0].numel(), bins=args[2])
-        if function is aten._local_scalar_dense.default:
-            if args[0].dtype is torch.bool:
-                return False
-            return 1.0 if args[0].is_floating_point() else 1
-        return function(*args, **(kwargs or {}))
-
-    def _adds_gradients_of_embedding(self, first: Tensor, second) -> bool:
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        return is_in_backward and isinstance(second, Tensor) and first.shape == second.shape == self.embedding
-
-    def _counts_of_blocks(self, number: int, bins: int) -> Tensor:
-        """How many of `number` queries select each block; the last bin counts queries without a block."""
-        with unset_fake_temporarily():
-            counts = torch.zeros(bins, dtype=torch.long)
-            counts[0] = min(self.queries, number)
-            counts[-1] = number - counts[0]
-            return counts
-
-
-def _single_mask(indices: list[Tensor | None]) -> Tensor | None:
-    """The boolean mask, if it is the only index."""
-    tensors = [index for index in indices if index is not None]
-    is_mask = len(tensors) == 1 and tensors[0].dtype is torch.bool
-    return tensors[0] if is_mask else None

@@ -3,6 +3,7 @@
 import itertools
 from bisect import bisect
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hope_hf.common.flops import flops_per_token
 from hope_hf.common.gpus import GIB, Gpu
@@ -10,8 +11,10 @@ from hope_hf.common.gpus import GIB, Gpu
 from .launch import SETTINGS, STRATEGIES, Launch, StepOptions
 from .memory import Memory
 from .parsing import Question
-from .simulate import Simulation
 from .traffic import Traffic, traffic
+
+if TYPE_CHECKING:
+    from .simulate import Simulation
 
 # Suggested settings, the fastest first.
 SUGGESTED = ("ddp", "shard_grad_op", "full_shard", "fsdp_offload")
@@ -96,13 +99,13 @@ def _setting(question: Question, launch: Launch) -> Setting:
     return Setting(launch, question.memory(launch, step), sent, is_asked=launch is question.launch)
 
 
-def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simulation | None) -> Verdict:
+def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: "Simulation | None") -> Verdict:
     """The answer for a GPU; `rows` as `settings` returns them."""
     args = question.args
     launch = question.launch
     asked = rows[0]
     peak = simulation.peak if simulation else asked.memory.peak
-    # The simulated peak of this setting corrects the arithmetic of others.
+    # The simulated peak of this setting corrects the plans of others.
     factor = peak / asked.memory.peak
     flops = flops_per_token(question.shapes.model, question.step.block_size)
     tokens_per_second = launch.world_size * gpu.peak_flops(launch.precision) * args.mfu / flops
@@ -126,7 +129,7 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: Simul
 
 
 def largest_batch(question: Question, launch: Launch, room: int, factor: float = 1.0) -> int:
-    """Rows per process and forward pass that fit into `room` bytes; `factor` scales the arithmetic's bytes."""
+    """Rows per process and forward pass that fit into `room` bytes; `factor` scales the planned bytes."""
 
     def is_too_large(rows: int) -> bool:
         step = replace(question.step, batch_size=rows)

@@ -195,7 +195,9 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
     if free is not None:
         step_options = StepOptions.of(args, parts.plan.block_size)
         start_step = saved.step if saved else 0
-        require_room(read_room(args.part(RoomOptions), step_options, engine, parts, start_step, free))
+        options = args.part(RoomOptions)
+        room = read_room(options, step_options, engine, parts, start_step, free, is_rough=True)
+        require_room(room)
     identity |= {"data": parts.data.fingerprint, TEXT_FILES: parts.data.facts}
     if saved:
         require_same_run(saved.path, identity, saved.identity, args.changeable())

@@ -17,9 +17,12 @@ from hope_hf.plan.verdict import settings, verdict
 ROOT = Path(__file__).parents[2]
 FSDP = ["--accelerate_config", f"{ROOT}/accelerate_configs/fsdp2.yaml"]
 ONE_ROW = ["--per_device_train_batch_size", "1"]
-MID = ["--config_name", "mid", *FSDP, "--mixed_precision", "bf16", "--block_size", "2048", "--no_simulate"]
+# As wide and deep as the preset `mid`; a Llama is traced in less time.
+OF_MID = "hidden_size=1024,intermediate_size=4096,num_hidden_layers=24,num_attention_heads=16,num_key_value_heads=16"
+MID = ["--model_type", "llama", "--config_overrides", OF_MID, *FSDP, "--mixed_precision", "bf16"]
+MID += ["--block_size", "2048"]
 MID += ["--world_size", "8", *ONE_ROW]
-LLAMA = ["--model_type", "llama", "--no_simulate", "--world_size", "8", "--mixed_precision", "bf16", *ONE_ROW]
+LLAMA = ["--model_type", "llama", "--world_size", "8", "--mixed_precision", "bf16", *ONE_ROW]
 TINY_LAYER = ["--config_overrides", "num_hidden_layers=1", "--block_size", "64", *ONE_ROW]
 
 
@@ -49,25 +52,30 @@ def test_table_and_picture_name_every_setting_and_the_verdicts(capsys, tmp_path)
 
 
 def test_json_and_simulation(capsys):
-    plan = planned(capsys, *TINY_LAYER, *FSDP, "--world_size", "4")
+    words = [*TINY_LAYER, *FSDP, "--world_size", "4"]
+    assert planned(capsys, *words)["simulation"] is None
+    plan = planned(capsys, *words, "--simulate")
     asked, simulation = plan["settings"][0], plan["simulation"]
     assert asked["is_asked"] and asked["setting"] == "full_shard" and asked["peak"] == sum(asked["split"].values())
     assert plan["gpus"]["h100-80gb"]["peak"] == simulation["peak"] == sum(simulation["split"].values())
+    assert asked["peak"] == pytest.approx(simulation["peak"], rel=0.005)
 
 
-def test_flash_attention_is_simulated_by_a_kernel_of_the_same_memory(capsys):
+def test_flash_attention_is_traced_as_a_kernel_of_the_same_memory(capsys):
     words = ["--model_type", "llama", "--block_size", "64", *ONE_ROW]
     words += ["--config_overrides", "num_hidden_layers=1,hidden_size=64,intermediate_size=128"]
     flash, sdpa = (planned(capsys, *words, "--attn_implementation", kind) for kind in ("flash_attention_2", "sdpa"))
-    assert flash["simulation"]["peak"] == sdpa["simulation"]["peak"]
+    assert flash["settings"][0]["peak"] == sdpa["settings"][0]["peak"]
 
 
-def test_what_fake_tensors_cannot_do_leaves_the_arithmetic(capsys):
+def test_what_fake_tensors_cannot_do_is_estimated(capsys):
     """The experts of this one are chosen by numbers."""
     sizes = "num_hidden_layers=1,hidden_size=32,intermediate_size=32,num_attention_heads=2,num_key_value_heads=2"
     assert main(["--model_type", "mixtral", "--config_overrides", sizes, "--block_size", "16"]) == 0
     out = capsys.readouterr().out
-    assert "No simulation: mixtral" in out and "h100-80gb: " in out
+    assert "activations of a mixtral are estimated" in out and "h100-80gb: " in out
+    assert main(["--model_type", "mixtral", "--config_overrides", sizes, "--block_size", "16", "--simulate"]) == 0
+    assert "No simulation: mixtral" in capsys.readouterr().out
 
 
 def test_days_and_cost_follow_from_the_flops(capsys):
@@ -98,7 +106,7 @@ def test_states_at_rest_are_those_of_the_literature(capsys):
 
 def test_what_does_not_fit_names_a_setting_that_does(capsys, tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
-    words = ["--config_name", str(tmp_path), "--world_size", "8", "--mixed_precision", "bf16", "--no_simulate"]
+    words = ["--config_name", str(tmp_path), "--world_size", "8", "--mixed_precision", "bf16"]
     words += [*ONE_ROW, "--block_size", "1024", "--gpu", "a100-40gb"]
     gpu = planned(capsys, *words)["gpus"]["a100-40gb"]
     assert not gpu["fits"] and "fsdp2.yaml" in gpu["instead"] and gpu["largest_batch"] == 0
@@ -112,9 +120,9 @@ def test_what_does_not_fit_names_a_setting_that_does(capsys, tmp_path):
 
 
 def test_what_is_suggested_fits_by_the_simulation_too():
-    """Where arithmetic fits and the simulation does not, the setting that was asked for is no advice."""
+    """Where the plan fits and the simulation does not, the setting that was asked for is no advice."""
     words = ["--model_type", "gpt2", "--gpu", "rtx4090-24gb", "--block_size", "368"]
-    question = parse([*words, "--per_device_train_batch_size", "34"])
+    question = parse([*words, "--per_device_train_batch_size", "33"])
     rows, gpu = settings(question), question.gpus[0]
     assert rows[0].memory.peak <= gpu.usable
     simulated = Simulation(gpu.usable + 1, {}, 0.0)
@@ -141,7 +149,7 @@ def test_traffic_is_that_of_the_arithmetic_in_the_dtype_of_the_flag(capsys):
     [
         (["--gpu", "h100"], "did you mean h100-80gb"),
         (["--world_size", "0"], "--world_size is 0"),
-        (["--config_name", "mid", "--block_size", "8192", "--per_device_train_batch_size", "99"], "or give --grad"),
+        (["--config_overrides", "num_hidden_layers=2", "--per_device_train_batch_size", "9999"], "or give --grad"),
         (["--accelerate_config", f"{ROOT}/accelerate_configs/deepspeed_zero3.yaml", "--optimizer", "muon"], "muon"),
         (["--config_name", "midd"], "did you mean mid"),
         (["--model_type", "lama"], "did you mean llama"),
@@ -160,7 +168,7 @@ def test_one_sentence_for_each_mistake(words, named, capsys):
 
 def test_ignored_flags_are_named(capsys, recwarn):
     words = ["--price_per_gpu_hour", "3", "--sync_each_batch", "--fsdp_reduce_dtype", "bfloat16"]
-    planned(capsys, "--no_simulate", *words)
+    planned(capsys, *TINY_LAYER, *words)
     warned = " ".join(str(warning.message) for warning in recwarn)
     assert all(f"{flag} is ignored" in warned for flag in words if flag.startswith("--"))
 
@@ -168,13 +176,13 @@ def test_ignored_flags_are_named(capsys, recwarn):
 def test_a_recipe_gives_the_plan_of_its_flags(capsys, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "output_dir: runs/x\nconfig_name: pilot\nblock_size: 2048\nper_device_train_batch_size: 2\n"
+        "output_dir: runs/x\nconfig_name: tiny\nblock_size: 256\nper_device_train_batch_size: 2\n"
         "learning_rate: 1e-3\ndataset_name: books\nmax_train_steps: 1000\nattn_implementation: flash_attention_2\n"
     )
-    words = ["--world_size", "2", "--no_simulate", "--per_device_train_batch_size", "3"]
+    words = ["--world_size", "2", "--per_device_train_batch_size", "3"]
     of_recipe = planned(capsys, str(recipe), *words)
-    flags = ["--config_name", "pilot", "--block_size", "2048"]
+    flags = ["--config_name", "tiny", "--block_size", "256"]
     assert of_recipe == planned(capsys, *flags, "--max_train_steps", "1000", *words)
-    assert of_recipe["tokens_per_step"] == 2 * 3 * 2048
-    tokens = str(1000 * 2 * 3 * 2048)
+    assert of_recipe["tokens_per_step"] == 2 * 3 * 256
+    tokens = str(1000 * 2 * 3 * 256)
     assert of_recipe["gpus"] == planned(capsys, *flags, "--total_tokens", tokens, *words)["gpus"]

@@ -26,7 +26,6 @@ class ToyMixer(Mixer, nn.Module):
     state_class = ToyState
     is_recurrent = True
     needs = frozenset({"chunks"})
-    input_readers = 1
     name = "a decayed sum"
 
     def __init__(self, config, layer_idx: int):
@@ -58,11 +57,6 @@ class ToyMixer(Mixer, nn.Module):
     @staticmethod
     def cache_bytes(config, tokens):
         return 4 * config.hidden_size
-
-    @staticmethod
-    def kept_bytes(config, batch_size, length, low):
-        # the sum before every token, and the sums side by side
-        return batch_size * length * 2 * low * config.hidden_size
 
 
 LAYERS = "layer_types=[toy,full_attention]"
@@ -105,9 +99,10 @@ def test_packed_documents_are_read_as_if_each_were_alone(model):
 def test_it_is_planned(capsys, model):
     sizes = f"num_hidden_layers=2,hidden_size=64,{LAYERS}"
     words = ["--config_overrides", sizes, "--block_size", "64", "--per_device_train_batch_size", "2", "--json"]
+    words += ["--simulate"]
     assert plan(words) == 0
     planned = json.loads(capsys.readouterr().out)
     config = HopeConfig.from_preset("tiny", num_hidden_layers=2, hidden_size=64, layer_types=["toy", "full_attention"])
     assert planned["parameters"] == HopeForCausalLM(config).num_parameters()
     (asked,) = [row for row in planned["settings"] if row["is_asked"]]
-    assert asked["peak"] == pytest.approx(planned["simulation"]["peak"], rel=0.15)
+    assert asked["peak"] == pytest.approx(planned["simulation"]["peak"], rel=0.005)

@@ -123,7 +123,7 @@ def own_shape(name: str, texts, first) -> list[str]:
 def test_the_dry_run_of_a_large_recipe_up_to_its_step(name, run, capsys, texts, tmp_path, monkeypatch):
     """Data, model, optimizer and checks in full size, on a machine that does not hold the model.
 
-    tests/plan/test_pages.py simulates the step.
+    tests/plan/test_memory.py simulates steps of the presets.
     """
     monkeypatch.setattr(initial, "free_memory", lambda device: 2**20)
     room = FreeMemory(device=2**30, host=2**30, disk=2**44)

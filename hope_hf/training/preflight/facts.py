@@ -1,5 +1,6 @@
 """The input of the checks: numbers of one process, read before the run fills its memory."""
 
+import math
 import os
 import shutil
 from contextlib import suppress
@@ -106,18 +107,32 @@ class Facts(Room):
 
 
 def read_room(
-    options: RoomOptions, step_options: StepOptions, engine: Engine, parts: RunParts, step: int, free: FreeMemory
+    options: RoomOptions,
+    step_options: StepOptions,
+    engine: Engine,
+    parts: RunParts,
+    step: int,
+    free: FreeMemory,
+    is_rough: bool = False,
 ) -> Room:
-    """The room of a run that is built and goes on after `step` steps; `free` was read before."""
+    """The room of a run that is built and goes on after `step` steps; `free` was read before.
+
+    `is_rough`: whether an estimate of the step is enough where it is far below what is free.
+    """
     accelerator, processes = engine.accelerator, local_processes()
+    on_gpu = accelerator.device.type == "cuda"
+    room = 0.0
+    if is_rough:
+        # A run on a GPU does not ask what the step takes.
+        room = math.inf if on_gpu else (free.host or 0) / processes
     return Room(
         options=options,
         processes=accelerator.num_processes,
         local_processes=processes,
-        on_gpu=accelerator.device.type == "cuda",
+        on_gpu=on_gpu,
         in_parts=engine.saves_parts(options.save_sharded),
         free=free,
-        sizes=plan_running(parts.model, engine.launch(), step_options, processes),
+        sizes=plan_running(parts.model, engine.launch(), step_options, processes, room),
         unwritable=write_problem(options.output_dir) if accelerator.is_main_process else None,
         used=used_bytes(options.output_dir),
         step=step,

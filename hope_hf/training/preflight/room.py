@@ -1,4 +1,4 @@
-"""Before the first step of every run: does it fit into memory and onto the disk? By arithmetic, in a second."""
+"""Before the first step of every run: does it fit into memory and onto the disk? In a second or two."""
 
 from accelerate.utils import gather_object
 
@@ -15,8 +15,8 @@ ON_CPU = (*ON_GPU, "memory")
 def require_room(room: Room) -> None:
     """ValueError on all processes if the run does not fit; it says what is planned and free, and which flags help.
 
-    Warns where the memory is almost all. What is only estimated is not refused: a run of an architecture whose
-    activations no formula describes.
+    Warns where the memory is almost all. What is only estimated is not refused: a run of an architecture that
+    does not run on fake tensors.
     """
     for name in ON_GPU if room.on_gpu else ON_CPU:
         result = worst(gather_object([CHECKS[name](room)]))
