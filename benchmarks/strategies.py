@@ -140,7 +140,7 @@ def sent_bytes(events: list[dict], launch: Launch) -> float:
 
 def plan(file: Path, ranks: int, batches: int, model: list[str]) -> tuple[Launch, Setting] | None:
     """The planner's launch and setting of the same run; None if planner and run refuse the launch."""
-    words = [*model, "--accelerate_config", str(file), "--world_size", str(ranks), "--no_simulate"]
+    words = [*model, "--accelerate_config", str(file), "--world_size", str(ranks)]
     try:
         question = parse([*words, "--gradient_accumulation_steps", str(batches)])
     except ValueError:
