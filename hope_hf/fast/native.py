@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +27,9 @@ POINTER = ctypes.c_void_p
 _FOLDER = Path(__file__).with_name("cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 # Sums are not reordered, and NaN stays NaN: no -ffast-math.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+# Clang calls it so on some ARM processors.
+_TARGETS = ("-march=native", "-mcpu=native")
 _LIBRARY = ("-fPIC", "-shared")
 # a compiler that hangs must not hang a training
 _SECONDS = 120
@@ -116,10 +118,13 @@ def _compile(compiler: str, folder: Path, name: str) -> None:
     # under a name of its own, since the processes of a run begin together
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
+    sources = map(str, sorted(_FOLDER.glob("*.cpp")))
+    command = [compiler, *_FLAGS, *_LIBRARY, "-o", unfinished, *sources]
+    run_compiler = partial(subprocess.run, capture_output=True, text=True, timeout=_SECONDS)
     try:
-        sources = map(str, sorted(_FOLDER.glob("*.cpp")))
-        command = [compiler, *_FLAGS, *_LIBRARY, "-o", unfinished, *sources]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        first_try = run_compiler([*command, _TARGETS[0]])
+        if first_try.returncode:
+            run_compiler([*command, _TARGETS[1]], check=True)
         os.replace(unfinished, folder / name)
     finally:
         Path(unfinished).unlink(missing_ok=True)
@@ -135,7 +140,7 @@ def _key(compiler: str) -> str:
     """Stands for sources, flags, compiler and processor: a home may be shared by unlike machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_SECONDS).stdout
     key = hashlib.sha256(version)
-    key.update(" ".join(_FLAGS).encode())
+    key.update(" ".join(_FLAGS + _TARGETS).encode())
     key.update(_processor().encode())
     for source in sorted(_FOLDER.iterdir()):
         key.update(source.read_bytes())

@@ -29,6 +29,7 @@ def compiled_anew(monkeypatch):
     forget()
     # not optimised, so that it takes a second
     monkeypatch.setattr(native, "_FLAGS", ("-std=c++17", "-O0"))
+    monkeypatch.setattr(native, "_TARGETS", ("-O0", "-O0"))
     yield monkeypatch
     monkeypatch.undo()
     forget()
@@ -174,6 +175,14 @@ def test_a_compiler_that_fails_is_named_once(compiled_anew, tiny_model, tmp_path
     warnings = [record.getMessage() for record in caplog.records if "torch's operators" in record.getMessage()]
     assert len(warnings) == 1 and "no disk" in warnings[0] and "compiler failed" in warnings[0]
     assert [*(tmp_path / "cache/hope_hf").iterdir()] == []
+
+
+def test_a_compiler_that_names_the_processor_otherwise(compiled_anew, tiny_model, tmp_path):
+    compiled_anew.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiled_anew.setattr(native, "_TARGETS", ("-march=native", "-mcpu=native"))
+    body = 'case "$*" in *-march=native*) exit 1;; esac; exec c++ $(echo "$*" | sed s/-mcpu=native//)'
+    compiled_anew.setenv("CXX", program(tmp_path, body))
+    assert native._library() is not None
 
 
 def test_the_cache_is_written_once_and_kept_by_processor(compiled_anew, tmp_path):
