@@ -3,14 +3,14 @@
 `registered.py` does it, and imports torch and the models. It is imported
 
 1. when transformers looks for the model type "hope" (`AutoConfig`, and through it every Auto class);
-2. before a module of the model, such as that of a pickled config in another process;
+2. after a module of the model, such as that of a pickled config in another process;
 3. when a public name of the package is used.
 
-For the first two a finder of Python's import system waits for a module, as `importlib.util.LazyLoader` does.
+For the first two a finder of Python's import system waits for modules, as `importlib.util.LazyLoader` does.
 """
 
 import sys
-from collections.abc import Callable
+import threading
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,8 +18,10 @@ from types import ModuleType
 MODEL_TYPE = "hope"
 # Where transformers keeps its classes by model type.
 AUTO = "transformers.models.auto.configuration_auto"
-# Python imports it before every module of the model.
-MODEL = "hope_hf.model"
+# Whoever imports a module whose name begins so can make a model.
+MODEL = ("hope_hf.model.", "hope_hf.fast", "hope_hf.registered")
+
+_lock = threading.RLock()
 
 
 def register_on_use() -> None:
@@ -30,7 +32,18 @@ def register_on_use() -> None:
 
 
 def _register() -> None:
-    import hope_hf.registered  # noqa: F401  importing registers
+    # One thread imports; the others wait here, where they hold no module that it needs.
+    with _lock:
+        import hope_hf.registered  # noqa: F401  importing registers
+
+
+def _register_unless_another_thread_does() -> None:
+    # This thread holds the module that it has just imported, for which the other one may wait.
+    if _lock.acquire(blocking=False):
+        try:
+            _register()
+        finally:
+            _lock.release()
 
 
 def _announce() -> None:
@@ -68,29 +81,26 @@ class _Entries(dict):
         return super().items()
 
 
-_FOLLOWS = {AUTO: _announce, MODEL: _register}
-"""By module, what is done when it has been executed."""
-
-
 class _Watch(MetaPathFinder):
-    """Finds the modules of `_FOLLOWS`, as Python's other finders do."""
+    """Finds the modules above as Python's other finders do, and gives them a loader that acts afterwards."""
 
     def find_spec(self, name: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _FOLLOWS:
+        if name != AUTO and not name.startswith(MODEL):
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader = _Followed(spec.loader, _FOLLOWS[name])
+                kind = _AutoLoader if name == AUTO else _ModelLoader
+                spec.loader = kind(spec.loader)
                 return spec
         return None
 
 
-class _Followed(Loader):
-    """A module's loader, and what is done afterwards."""
+class _AutoLoader(Loader):
+    """The loader of transformers' table, which then knows the model type."""
 
-    def __init__(self, loader: Loader, follow: Callable[[], None]):
-        self._loader, self._follow = loader, follow
+    def __init__(self, loader: Loader):
+        self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -99,3 +109,24 @@ class _Followed(Loader):
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._follow()
+
+    def _follow(self) -> None:
+        _announce()
+
+
+class _ModelLoader(_AutoLoader):
+    """The loader of a module of the model, after which the model is registered."""
+
+    _nested = threading.local()
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._nested.depth = depth = getattr(self._nested, "depth", 0) + 1
+        try:
+            super().exec_module(module)
+        finally:
+            self._nested.depth = depth - 1
+
+    def _follow(self) -> None:
+        # After the outermost of nested imports no module is half executed.
+        if self._nested.depth == 1:
+            _register_unless_another_thread_does()

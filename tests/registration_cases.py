@@ -8,6 +8,7 @@ import importlib
 import os
 import pickle
 import sys
+import threading
 from pathlib import Path
 
 HEAVY = {"torch", "transformers", "numpy", "hope_hf.registered"}
@@ -124,6 +125,31 @@ def a_class_of_the_user() -> None:
     assert hope_hf.HopeConfig.model_type == "hope" and type(AutoConfig.for_model("hope")) is Mine
 
 
+def several_threads_at_once() -> None:
+    """By a name, by a module as of a pickle, and by the model type: none waits for ever, and all find the model."""
+    hope_hf = importlib.import_module("hope_hf")
+    from transformers import AutoConfig
+
+    found = []
+
+    def by_type():
+        found.append(AutoConfig.for_model("hope").model_type)
+
+    def by_name():
+        found.append(hope_hf.HopeConfig.model_type)
+
+    def by_module():
+        found.append(importlib.import_module("hope_hf.model.calls").HopeConfig.model_type)
+
+    threads = [threading.Thread(target=one) for one in (by_type, by_module, by_name) * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == ["hope"] * len(threads), found
+    load("plain")
+
+
 CLEAN = [(the_package_alone_loads_nothing,), (the_package_first,)]
 WITH_TRANSFORMERS = [
     (transformers_first,),
@@ -133,6 +159,7 @@ WITH_TRANSFORMERS = [
     *((a_pickle, name) for name in ("config", "model", "cache")),
     *((a_module, f"hope_hf.{name}") for name in ("model.calls", "model.backends", "fast", "fast.norm", "registered")),
     (a_class_of_the_user,),
+    (several_threads_at_once,),
 ]
 
 
