@@ -109,7 +109,7 @@ class _Step:
     def prefetch(self, key, name: str, activations: int, gathered: int = 0, gradients: int = 0) -> None:
         """Gather the next unit of the backward pass, while `gathered` bytes of the one that runs are there."""
         self.gathering = 0
-        if key not in self.units or self.keeps:
+        if key not in self.units or (self.keeps and key != TAIL):
             return
         unit = self.units[key]
         self.add(name, activations, gathered + unit.cast + unit.gathered, gradients)
@@ -175,11 +175,11 @@ def _loss(walk: _Step, parts: Parts, left: int, is_tied: bool) -> None:
     kept = parts.kept + parts.shared
     walk.gathering = 0
     walk.add(LOSS, kept + ends.outside)
-    if not walk.keeps:
-        # The tail is freed before the head runs backward, and gathered again.
-        walk.stays -= tail
-        walk.gather(TAIL, LOSS, kept + ends.head)
-        walk.stays += tail
+    # The tail is freed before the head runs backward, and gathered again: after that, where the head's output leaves
+    # the model, since the loss then begins the backward pass.
+    walk.stays -= tail
+    walk.gather(TAIL, LOSS, kept + max(ends.head, ends.end))
+    walk.stays += tail
     peaks = list(zip(ends.loss, ends.loss_gradients, strict=True))
     reduced = 0
     left = ends.head
@@ -221,7 +221,7 @@ def _backward(walk: _Step, parts: Parts, is_tied: bool) -> None:
         walk.stays -= unit.gathered if walk.keeps else 0
         walk.reducing = 0
         walk.reduce(number, name, below + block.end, of_tail + block.gradients[-1])
-    gathered = 0 if walk.keeps else units[lowest].gathered
+    gathered = 0 if walk.keeps and not is_tied else units[lowest].gathered
     walk.add(BACKWARD, ends.kept + ends.carried, gathered, of_tail)
     walk.gathering = 0
     gradients = 0

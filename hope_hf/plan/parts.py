@@ -77,7 +77,10 @@ def _traced(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
     # Under FSDP both gradients of a tied embedding exist at once.
     in_place = not (launch.strategy.is_fsdp and launch.strategy.gathers)
     ends = tracer.ends(step.batch_size, step.block_size, in_place)
-    return Parts(blocks, ends, shared.total(), is_estimate=False)
+    # The ends keep the token ids, 8 bytes each, and what they need themselves, such as the mask of a dropout.
+    of_ends = ends.kept - 8 * step.batch_size * step.block_size
+    of_blocks = sum(max(0, size - of_ends) for size in shared.values())
+    return Parts(blocks, ends, of_blocks, is_estimate=False)
 
 
 def _tracer(config, shapes: Shapes, step: StepOptions, mode: Mode, part: str) -> Tracer:

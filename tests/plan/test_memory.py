@@ -51,6 +51,7 @@ MORE_SUMS = [
     ("llama", {}, ("hybrid_shard", 8, "bf16"), {"reduce_dtype": torch.bfloat16}),
     ("llama", {}, ("full_shard", 4, "bf16"), {"accumulation": 2, "sync_each_batch": True}),
     ("llama", {}, ("full_shard", 4, "no"), {"accumulation": 2}),
+    ("gpt2", {"n_layer": 3}, ("shard_grad_op", 4, "no"), {}),
     ("gpt2", {"n_layer": 8}, ("shard_grad_op", 4, "bf16"), {}),
 ]
 PRESET_LAUNCHES = [("ddp", 1, "no"), ("ddp", 2, "bf16"), ("full_shard", 4, "bf16"), ("hybrid_shard", 8, "bf16")]
