@@ -412,7 +412,7 @@ class LearnsFromText:
 
         Unless `head_learns`, gradients for the head are not needed.
         """
-        if type(self.lm_head) is HopeHead and self.tp_size is None:
+        if isinstance(self.lm_head, HopeHead) and self.tp_size is None:
             return self.lm_head(hidden_states, targets, head_learns)
         return summed_cross_entropy(self.lm_head(hidden_states), targets)
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from mixers import LargestTensor
 from torch import nn
 
+from hope_hf import HopeCache
 from hope_hf.model.loss import IGNORED, linear_cross_entropy
 
 WIDTH, VOCABULARY = 8, 40
@@ -149,3 +150,17 @@ def test_another_head_makes_the_loss_from_logits(tiny_model):
     torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, expected)
     model.lm_head = replaced
     torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, expected)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_the_head_of_a_sharded_model_makes_no_whole_logits(tiny_model, learn):
+    """FSDP2 makes a subclass of every class of modules."""
+    model = tiny_model(level_learning=dict(periods=[8, 8], gate=False))
+    model.lm_head.__class__ = type("FSDPHopeHead", (type(model.lm_head),), {})
+    given = []
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: given.append(len(inputs)))
+    ids = torch.arange(16)[None]
+    options = dict(cache=HopeCache(model.config), learn=True) if learn else {}
+    model(ids, labels=ids, skip_logits=True, **options)
+    # targets beside the hidden states
+    assert given and min(given) > 1
