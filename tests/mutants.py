@@ -60,13 +60,27 @@ MUTANTS = [
         "fast/delta_span.py",
         "grad_inputs.erased[:, cut] = value_share.squeeze(-1) * grad_share",
         "grad_inputs.erased[:, cut] = grad_share",
-        "tests/model/test_equivalence.py",
+        "tests/model/test_native.py",
     ),
     Mutant(
         "retention's gradient summed forward",
         "fast/delta_span.py",
         "grad_inputs.log_retention[:, cut] = grad_total.flip(-1).cumsum(-1).flip(-1)",
         "grad_inputs.log_retention[:, cut] = grad_total.cumsum(-1)",
+        "tests/model/test_native.py",
+    ),
+    Mutant(
+        "zeta's gradient in C++ without the value share",
+        "fast/cpp/delta_rows.cpp",
+        "in.grad_erased[slot] = in.value_share[row] * grad_share;",
+        "in.grad_erased[slot] = grad_share;",
+        "tests/model/test_native.py",
+    ),
+    Mutant(
+        "memories in C++ that go on in the next document",
+        "fast/cpp/delta_rows.cpp",
+        "return !in.continues || in.continues[block * in.rows + row];",
+        "return true;",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
