@@ -201,11 +201,11 @@ def united(collections: Iterable[Iterable]) -> list:
 
 
 def _separated(numbers: Iterable[Number]) -> tuple[list[float], list[float]]:
-    """The values, and their errors as matplotlib wants them: NaN where there is none."""
+    """The values, and their errors as matplotlib wants them: NaN where there is none, as at a length that did not fit."""
     values = []
     errors = []
     for value, error in numbers:
-        values.append(value)
+        values.append(math.nan if value is None else value)
         errors.append(math.nan if error is None else error)
     return values, errors
 

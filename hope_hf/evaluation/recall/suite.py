@@ -252,7 +252,7 @@ def _result(measurement: Measurement, lengths: list[int]) -> SuiteResult:
 def _draw(answers: list[Row], lengths: list[int], path: Path) -> None:
     """Answers that greedy decoding spells and ties over the length, a curve for each reading."""
     panels = {}
-    for title, column in (("answers spelled, cloze", "greedy"), ("tie of answer and subject, nats", "tie")):
+    for title, column in (("clozes spelled, share", "greedy"), ("tie of answer and subject, nats", "tie")):
         series = defaultdict(lambda: dict.fromkeys(lengths, (None, None)))
         for row in answers:
             if row["form"] == "cloze":
