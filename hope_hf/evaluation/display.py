@@ -201,7 +201,7 @@ def united(collections: Iterable[Iterable]) -> list:
 
 
 def _separated(numbers: Iterable[Number]) -> tuple[list[float], list[float]]:
-    """The values, and their errors as matplotlib wants them: NaN where there is none, as at a length that did not fit."""
+    """The values, and their errors for matplotlib: NaN where there is none, as at a length that did not fit."""
     values = []
     errors = []
     for value, error in numbers:
