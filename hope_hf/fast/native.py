@@ -84,9 +84,16 @@ def _library() -> ctypes.CDLL | None:
     try:
         return _load(compiler)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        logger.warning(f"HOPE runs on torch's operators, which take longer: {compiler} failed ({reason}).")
+        logger.warning(f"HOPE runs on torch's operators, which take longer: {compiler} failed ({_reason(error)}).")
         return None
+
+
+def _reason(error: Exception) -> str:
+    """One line: the first error that the compiler printed, or what Python says."""
+    printed = getattr(error, "stderr", None) or str(error)
+    lines = printed.strip().splitlines() or [type(error).__name__]
+    errors = [line for line in lines if "error" in line]
+    return (errors or lines)[0].strip()
 
 
 def _compiler() -> str | None:
