@@ -173,7 +173,8 @@ def program(folder: Path, body: str) -> str:
 
 def test_a_compiler_that_fails_is_named_once(compiled_anew, tiny_model, tmp_path, caplog):
     compiled_anew.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compiled_anew.setenv("CXX", program(tmp_path, '[ "$1" = --version ] && exit 0; echo "In file a:" >&2; echo "b: error: no disk" >&2; exit 1'))
+    body = '[ "$1" = --version ] && exit 0; echo "In file a:" >&2; echo "b: error: no disk" >&2; exit 1'
+    compiled_anew.setenv("CXX", program(tmp_path, body))
     compiled_anew.setattr(native.logger, "propagate", True)
     found = loss_and_gradients(tiny_model())
     loss_and_gradients(tiny_model())
