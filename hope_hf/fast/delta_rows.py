@@ -20,7 +20,8 @@ from ..model.chunks import ChunkSpan
 from ..model.layers import tail_after, with_tail
 from ..model.memory_delta import DeltaMemories
 from ..model.memory_scan import ScanInputs, ScanState
-from .delta_scan import scan_fused
+from .delta_scan import empty_like, scan_fused
+from .delta_span import Weights
 from .native import POINTER, VECTOR_BYTES, fields, function, run, set_addresses
 
 # Tokens of a block, and what the work space of a row holds.
@@ -130,14 +131,6 @@ def _with_dense_tokens(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-class Weights(NamedTuple):
-    """The tensors of `DeltaMemories`."""
-
-    conv_weights: Tensor
-    initial: Tensor
-    value_share: Tensor
-
-
 class _Call(NamedTuple):
     """The tensors that both passes read, as `delta_rows.cpp` expects them."""
 
@@ -224,7 +217,7 @@ class _RowScan(torch.autograd.Function):
         if grad_current is None:
             after = None
             grad_current = states.new_zeros(rows, width, width)
-        grad_inputs = ScanInputs(*map(_empty_like, inputs))
+        grad_inputs = ScanInputs(*map(empty_like, inputs))
         taps, _, _, channels = weights.conv_weights.shape
         grad_conv_weights = tail.new_zeros(rows, taps, channels)
         grad_weights = Weights(
@@ -283,14 +276,10 @@ def _add_to_inputs(
         columns = torch.arange(slots, slots + tail_size).view(1, -1, 1).expand(rows, -1, -1)
     parts = zip(grad_tail.chunk(3, dim=-1), grad_tail_after.chunk(3, dim=-1), grad_inputs, strict=False)
     for of_tail, of_tail_after, of_stream in parts:
-        padded = torch.zeros_like(torch.cat([of_tail, of_stream], dim=1))
+        padded = of_stream.new_zeros(rows, tail_size + slots, of_stream.shape[-1])
         padded.scatter_add_(1, columns.expand_as(of_tail_after), of_tail_after)
         of_tail.add_(padded[:, :tail_size])
         of_stream.add_(padded[:, tail_size:])
-
-
-def _empty_like(gate: Tensor | None) -> Tensor | None:
-    return None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 def scan_rows(

@@ -192,7 +192,7 @@ class _Scan(torch.autograd.Function):
         inputs, weights, _ = _group(tensors[: first - 1])
         current_after = tensors[first - 1]
         # Uninitialised, since every slot is written once. Contiguous, which fixes the order of the sums over them.
-        grad_inputs = ScanInputs(*map(_empty_like, inputs))
+        grad_inputs = ScanInputs(*map(empty_like, inputs))
         grad_weights = Weights(*map(torch.zeros_like, weights))
         weights = weights.by_stream()
         grad_views = grad_weights.by_stream()
@@ -223,7 +223,8 @@ def _restarted(state: State, span: ChunkSpan) -> State:
     return State(current, span.continues * state.chunk_start, state.conv_tail)
 
 
-def _empty_like(part: Tensor | None) -> Tensor | None:
+def empty_like(part: Tensor | None) -> Tensor | None:
+    """A contiguous tensor of the shape and dtype of `part`, not initialised."""
     return None if part is None else torch.empty_like(part, memory_format=torch.contiguous_format)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from mixers import random_ids
 
+from hope_hf import HopeCache
 from hope_hf.fast import delta_rows, gated_norm, native
 from hope_hf.model.layers import gated_norm as norm_of_layers
 
@@ -75,6 +76,22 @@ def test_a_step_in_float64(tiny_model, monkeypatch, options):
         torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-13)
     # another order of the sums: the compiled code ran
     assert not torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("first", [1, 2, 40])
+def test_gradients_go_back_into_the_call_before(tiny_model, monkeypatch, first):
+    """Through memories and the convolutions' tails, also of a call that is shorter than a tail."""
+    ids = random_ids(2, 70)
+    results = []
+    for kernels in ("auto", "torch"):
+        monkeypatch.setenv("HOPE_KERNELS", kernels)
+        model = tiny_model(torch.float64)
+        cache = HopeCache(model.config)
+        for part in (ids[:, :first], ids[:, first:50], ids[:, 50:]):
+            loss = model(part, labels=part, cache=cache).loss
+        loss.backward()
+        results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-13)
 
 
 def test_the_number_of_threads_changes_no_bit(tiny_model):
