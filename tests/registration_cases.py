@@ -5,11 +5,12 @@ transformers. FOLDER has `plain` (a saved HOPE), `trusted` (with its code), `pic
 """
 
 import importlib
-import os
 import pickle
 import sys
 import threading
 from pathlib import Path
+
+from forked import apart
 
 HEAVY = {"torch", "transformers", "numpy", "hope_hf.registered"}
 FOLDER = Path(sys.argv[-1])
@@ -161,24 +162,6 @@ WITH_TRANSFORMERS = [
     (a_class_of_the_user,),
     (several_threads_at_once,),
 ]
-
-
-def apart(case, *arguments: str) -> None:
-    """Run a case in a fork; one that fails ends the program."""
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            case(*arguments)
-            status = 0
-        finally:
-            if status:
-                sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            os._exit(status)
-    _, status = os.waitpid(process, 0)
-    if status:
-        sys.exit(f"{case.__name__} {' '.join(arguments)} failed")
 
 
 if __name__ == "__main__":

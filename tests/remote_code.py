@@ -16,6 +16,8 @@ import types
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from forked import apart
+
 if __name__ == "__main__":
     # these cannot be imported from here on
     sys.modules |= dict.fromkeys(["hope_hf"] if sys.argv[1] == "installed" else ["hope_hf", "fla", "triton"])
@@ -191,24 +193,11 @@ def environment(place: Path, **more: str) -> dict[str, str]:
     return kept | {"HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | more
 
 
-def apart(part, *arguments: str) -> None:
-    """Run a part in a fork with an empty cache of code; the first that fails ends the program."""
+def with_own_code(part, *arguments: str) -> None:
+    """Run a part in a fork with an empty cache of code."""
     code = f"{part.__name__}-{'-'.join(arguments)}".replace("/", "-")[:80]
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            transformers.dynamic_module_utils.HF_MODULES_CACHE = os.path.abspath(code)
-            part(*arguments)
-            status = 0
-        finally:
-            if status:
-                sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            os._exit(status)
-    _, status = os.waitpid(process, 0)
-    if status:
-        sys.exit(f"{code} failed")
+    transformers.dynamic_module_utils.HF_MODULES_CACHE = os.path.abspath(code)
+    apart(part, *arguments)
 
 
 if __name__ == "__main__":
@@ -217,12 +206,12 @@ if __name__ == "__main__":
         assert importlib.util.find_spec("fla") and importlib.util.find_spec("triton")
         compute(*repositories)
         sys.exit()
-    apart(read_tokenizers, *repositories)
-    apart(compute, *repositories)
-    apart(recall, repositories[0])
+    with_own_code(read_tokenizers, *repositories)
+    with_own_code(compute, *repositories)
+    with_own_code(recall, repositories[0])
     for package in ("fla", "triton"):
-        apart(compute_beside, package, repositories[0])
-    apart(compute_beside_the_package, repositories[0])
-    apart(use, repositories[0])
-    apart(fine_tune, repositories[0])
-    apart(load_what_was_tuned)
+        with_own_code(compute_beside, package, repositories[0])
+    with_own_code(compute_beside_the_package, repositories[0])
+    with_own_code(use, repositories[0])
+    with_own_code(fine_tune, repositories[0])
+    with_own_code(load_what_was_tuned)
