@@ -245,10 +245,12 @@ class HopeCache(Rows, DynamicCache):
         if row not in range(len(columns)):
             raise ValueError(f"row is {row}, and the cache has {len(columns)}: give one of 0 to {len(columns) - 1}")
         searched = columns[row, :stop].cpu()
-        index = self._indices.get((row, tokens))
+        # taken out, since one whose growth is interrupted cannot be used
+        index = self._indices.pop((row, tokens), None)
         if index is None or not index.is_of(tokenizer, searched):
-            self._indices[row, tokens] = index = PassageIndex(tokenizer, tokens)
+            index = PassageIndex(tokenizer, tokens)
         index.grow(searched)
+        self._indices[row, tokens] = index
         return index.search(question, pieces)
 
     @property

@@ -339,7 +339,7 @@ def _require_recall(cache, tokenizer, input_ids) -> None:
             "recall=True reads passages of what a cache has read: give cache=HopeCache(model.config) that has read a "
             f"text, not {'none' if cache is None else type(cache).__name__}"
         )
-    if tokenizer is None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError("recall=True searches for the words of the prompt: give tokenizer=")
     if input_ids is None or input_ids.ndim != 2:
         raise ValueError("recall=True searches for the words of the prompt: give it as input_ids, not as embeddings")
@@ -356,7 +356,8 @@ def _behind_passages(
         prompt = tokens_of_row[real]
         question = tokenizer.decode(prompt, skip_special_tokens=True)
         passages = cache.recall(question, tokenizer, row=row)
-        context = tokenizer(join_passages(passages), add_special_tokens=False)["input_ids"]
+        # special tokens that a passage spells are text
+        context = tokenizer(join_passages(passages), add_special_tokens=False, split_special_tokens=True)["input_ids"]
         rows.append(torch.cat([prompt.new_tensor(context), prompt]))
     longest = max(map(len, rows))
     extended = tokens.new_zeros(len(rows), longest)

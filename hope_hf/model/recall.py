@@ -8,6 +8,7 @@ half. Words are lower-cased, without diacritics, and stemmed as English ones. In
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -18,8 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from .archive import BEGINS, EMPTY, documents_of
 
 _TABLE = "CREATE VIRTUAL TABLE passages USING fts5(words, tokenize = 'porter unicode61 remove_diacritics 2')"
-_INSERT = "INSERT INTO passages(rowid, words) VALUES (?, ?)"
-_DELETE = "DELETE FROM passages WHERE rowid = ?"
+_INSERT = "INSERT OR REPLACE INTO passages(rowid, words) VALUES (?, ?)"
 _COUNT = "SELECT count(*) FROM passages WHERE passages MATCH ?"
 _SEARCH = "SELECT rowid, rank FROM passages WHERE passages MATCH ? ORDER BY rank, rowid"
 # A character of a script without spaces between words.
@@ -29,6 +29,8 @@ _CHARACTER = (
 )
 _CHARACTERS = re.compile(_CHARACTER)
 _WORD = re.compile(rf"{_CHARACTER}+|(?:(?!{_CHARACTER})\w)+")
+# A text of which the tokenizer lacks one token in so many was read with another one.
+_LACKED = 10
 # The end of a token that ends a sentence or a line.
 _END = re.compile(r"[.!?。！？؟।]['\"”’)」』]*\s*$|\n")
 
@@ -67,14 +69,15 @@ class PassageIndex:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int):
         """`tokens`: length of a passage."""
-        self.tokenizer, self.tokens = tokenizer, tokens
+        self.tokenizer = tokenizer
+        self.tokens = tokens
         # tokens of the text, and those that end a sentence
-        self._known: set[int] = set()
+        self._seen: set[int] = set()
         self._ends: set[int] = set()
         # columns of the archive that were indexed
         self._indexed = torch.empty(0, dtype=torch.int32)
-        # first and last column of every passage, by its number in the database
-        self._spans: list[tuple[int, int]] = []
+        # columns of every passage, by its number in the database
+        self._spans: list[range] = []
         self._database = _new_database()
 
     def is_of(self, tokenizer: PreTrainedTokenizerBase, row: Tensor) -> bool:
@@ -86,62 +89,70 @@ class PassageIndex:
         """Index what a row [T] of an archive holds behind what was indexed.
 
         Raises:
-            ValueError: a token is none of the tokenizer's.
+            ValueError: the text was read with another tokenizer.
         """
-        if len(row) == len(self._indexed):
+        indexed = len(self._indexed)
+        if len(row) == indexed:
             return
-        new_columns = row[len(self._indexed) :]
-        new_ids = new_columns[new_columns != EMPTY] % BEGINS
-        self._require_known(new_ids)
-        self._find_ends(new_ids)
-        first_column = self._drop_unfinished()
-        self._indexed = row
-        first_number = len(self._spans)
-        tokens_of_passages = []
-        for start, ids in documents_of(row[first_column:]):
-            column = first_column + start
+        readable = self._readable(row)
+        self._find_ends(readable[indexed:])
+        # the last passage may go on
+        begin = self._spans.pop().start if self._spans else 0
+        for start, ids in documents_of(readable[begin:]):
+            document = begin + start
             for span in spans_of_passages(ids, self._ends, self.tokens):
-                self._spans.append((column + span.start, column + span.stop))
-                tokens_of_passages.append(ids[span.start : span.stop])
-        texts = map(_with_spaces, self._decoded(tokens_of_passages))
-        self._database.executemany(_INSERT, enumerate(texts, first_number))
+                first = document + span.start
+                self._add(first, ids[span.start : span.stop])
+        self._indexed = row
 
-    def _decoded(self, rows: list[list[int]]) -> list[str]:
-        """The texts of rows of tokens."""
-        # tokenizers make one text of no row
-        if not rows:
-            return []
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _add(self, first: int, ids: list[int]) -> None:
+        """Index a passage, whose tokens begin at column `first`."""
+        number = len(self._spans)
+        stop = first + len(ids)
+        self._spans.append(range(first, stop))
+        text = self._text_of(ids)
+        words = _with_spaces(text)
+        self._database.execute(_INSERT, (number, words))
 
-    def _require_known(self, ids: Tensor) -> None:
-        """ValueError if the tokenizer lacks one of the tokens [N]."""
-        known = len(self.tokenizer)
-        if (ids >= known).any():
-            # ids of a vocabulary may have holes
-            known = max(self.tokenizer.get_vocab().values()) + 1
-        if (ids >= known).any():
+    def _text_of(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _readable(self, row: Tensor) -> Tensor:
+        """A row [T] of an archive without the tokens that the tokenizer lacks: EMPTY in their columns.
+
+        A model that has more embeddings than its tokenizer has tokens can generate some.
+
+        Raises:
+            ValueError: it lacks so many that the text was read with another one.
+        """
+        has_token = row != EMPTY
+        ids = row % BEGINS
+        lacks = has_token & (ids >= len(self.tokenizer))
+        if not lacks.any():
+            return row
+        lacks &= ids >= self._vocabulary
+        if _LACKED * lacks.sum() > has_token.sum():
             raise ValueError(
-                f"the cache has read tokens that the tokenizer, which has {known:,}, does not have: give the one of "
-                "the model that read the text"
+                f"the cache has read tokens that the tokenizer, which has {self._vocabulary:,}, does not have: give "
+                "the one of the model that read the text"
             )
+        return row.masked_fill(lacks, EMPTY)
 
-    def _find_ends(self, ids: Tensor) -> None:
-        """Add to the tokens that end a sentence or a line those of the tokens [N]."""
-        new = set(ids.unique().tolist()) - self._known
-        self._known |= new
-        texts = self._decoded([[token] for token in new])
-        for token, text in zip(new, texts, strict=True):
+    @cached_property
+    def _vocabulary(self) -> int:
+        """Ids of the tokenizer, with the holes that a vocabulary may have."""
+        ids = self.tokenizer.get_vocab().values()
+        return max(ids) + 1
+
+    def _find_ends(self, columns: Tensor) -> None:
+        """Add to the tokens that end a sentence or a line those of columns [N]."""
+        ids = columns[columns != EMPTY] % BEGINS
+        tokens = set(ids.unique().tolist())
+        for token in tokens - self._seen:
+            text = self._text_of([token])
             if _END.search(text):
                 self._ends.add(token)
-
-    def _drop_unfinished(self) -> int:
-        """Drop the last passage, which may go on, and return the column where indexing begins again."""
-        if not self._spans:
-            return 0
-        start, _ = self._spans.pop()
-        number = len(self._spans)
-        self._database.execute(_DELETE, (number,))
-        return start
+            self._seen.add(token)
 
     def search(self, question: str, pieces: int) -> list[Passage]:
         """The passages that fit a question best, without overlaps, the best one first.
@@ -154,15 +165,16 @@ class PassageIndex:
             pieces: the most passages.
         """
         words = _WORD.findall(question)
+        later_words = words[1:]
+        capitals = [word for word in later_words if word[0].isupper()]
         query = self._any_of(words)
-        if not query:
-            return []
-        capitals = [word for word in words[1:] if word[0].isupper()]
         names = self._any_of(capitals)
         passages = []
         if names:
             passages = self._best(f"({names}) AND ({query})", pieces)
-        return passages or self._best(query, pieces)
+        if query and not passages:
+            passages = self._best(query, pieces)
+        return passages
 
     def _any_of(self, words: list[str]) -> str:
         """A query for passages with any of the words; empty if none has one.
@@ -187,11 +199,12 @@ class PassageIndex:
         for number, rank in self._database.execute(_SEARCH, (query,)):
             if len(passages) == pieces:
                 break
-            start, stop = self._spans[number]
-            ids = (self._indexed[start:stop] % BEGINS).tolist()
-            (text,) = self._decoded([ids])
-            passage = Passage(text, start, stop, score=-rank)
-            if not any(map(passage.overlaps, passages)):
+            span = self._spans[number]
+            ids = self._indexed[span.start : span.stop] % BEGINS
+            text = self._text_of(ids.tolist())
+            passage = Passage(text, span.start, span.stop, score=-rank)
+            overlaps = map(passage.overlaps, passages)
+            if not any(overlaps):
                 passages.append(passage)
         return passages
 
@@ -199,32 +212,28 @@ class PassageIndex:
 def _new_database():
     """A database in memory with the table of passages; ValueError if this Python has none."""
     try:
-        # imported here, since a Python can be built without it
+        # imported here, since a Python can be built without it, or without FTS5
         import sqlite3
-    except ImportError as error:
-        raise _without_search(error) from None
-    # a cache may move from thread to thread
-    database = sqlite3.connect(":memory:", check_same_thread=False)
-    try:
+
+        # a cache may move from thread to thread
+        database = sqlite3.connect(":memory:", check_same_thread=False)
         database.execute(_TABLE)
-    except sqlite3.OperationalError as error:
-        raise _without_search(error) from None
+    except Exception as error:
+        raise ValueError(
+            f"recall searches with SQLite's FTS5, which this Python's sqlite3 lacks ({error}): install a Python whose "
+            "SQLite has it, as those of python.org, conda and Debian have"
+        ) from None
     return database
-
-
-def _without_search(error: Exception) -> ValueError:
-    return ValueError(
-        f"recall searches with SQLite's FTS5, which this Python's sqlite3 lacks ({error}): install a Python whose "
-        "SQLite has it, as those of python.org, conda and Debian have"
-    )
 
 
 def check_search(question: str, tokenizer: PreTrainedTokenizerBase, tokens: int, pieces: int) -> None:
     """ValueError if these arguments of `HopeCache.recall` are no search."""
     if not isinstance(question, str):
-        raise ValueError(f"question is a {type(question).__name__}: give one text, and call recall for each of them")
+        kind = type(question).__name__
+        raise ValueError(f"question is a {kind}: give one text, and call recall for each of them")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}: give the tokenizer of the model")
+        kind = type(tokenizer).__name__
+        raise ValueError(f"tokenizer is a {kind}: give the tokenizer of the model")
     if type(tokens) is not int or tokens < 1:
         raise ValueError(f"tokens is {tokens}, the length of a passage: give a whole number of at least 1")
     if type(pieces) is not int or pieces < 0:
@@ -241,18 +250,24 @@ def spans_of_passages(ids: list[int], ends: set[int], tokens: int) -> Iterator[r
         ends: tokens that end a sentence.
         tokens: length of a passage.
     """
+    length = len(ids)
     stops = [index for index, token in enumerate(ids, 1) if token in ends]
     # behind the last sentence, words without an end are one
-    stops.append(len(ids))
-    start = stop = 0
-    while stop < len(ids):
-        middle = start + max(tokens // 2, 1)
-        # the last sentence that ends within the passage
-        last = bisect_right(stops, start + tokens) - 1
-        stop = stops[last] if last >= 0 and stops[last] > middle else min(start + tokens, len(ids))
+    stops = [0, *stops, length]
+    half = max(tokens // 2, 1)
+    start = 0
+    stop = 0
+    while stop < length:
+        middle = start + half
+        stop = min(start + tokens, length)
+        sentences = bisect_right(stops, stop)
+        end_of_sentence = stops[sentences - 1]
+        if end_of_sentence > middle:
+            stop = end_of_sentence
         yield range(start, stop)
-        next_sentence = stops[bisect_right(stops, min(middle, len(ids) - 1))]
-        start = min(next_sentence, stop)
+        before = min(middle, length - 1)
+        next_sentence = bisect_right(stops, before)
+        start = min(stops[next_sentence], stop)
 
 
 def join_passages(passages: list[Passage]) -> str:
@@ -271,7 +286,8 @@ def join_passages(passages: list[Passage]) -> str:
     """
     context = ""
     for passage in reversed(passages):
-        context += f"{passage.text.strip()}\n\n"
+        text = passage.text.strip()
+        context += f"{text}\n\n"
     return context
 
 
@@ -282,6 +298,7 @@ def _with_spaces(text: str) -> str:
 
 def _terms(word: str) -> list[str]:
     """A word for FTS5: itself, or, in a script without spaces, each two of its characters."""
-    if len(word) < 3 or not _CHARACTERS.match(word):
-        return [f'"{_with_spaces(word.lower())}"']
-    return [f'"{first} {second}"' for first, second in pairwise(word)]
+    parts = [word.lower()]
+    if len(word) > 2 and _CHARACTERS.match(word):
+        parts = map("".join, pairwise(word))
+    return [f'"{_with_spaces(part)}"' for part in parts]

@@ -358,6 +358,34 @@ def test_vocabulary_with_holes(tiny_model):
     assert texts_of(cache.recall("soup", tokenizer)) == ["king likes soup"]
 
 
+def test_generated_tokens_that_the_tokenizer_lacks_are_not_searched(tiny_model, english):
+    """A model may have more embeddings than its tokenizer has tokens."""
+    model = tiny_model()
+    ids = english(TEXT, return_tensors="pt").input_ids
+    cache = read(model, torch.cat([ids, torch.tensor([[63]])], dim=1))
+    expected = read(model, ids).recall("ship sinks", english, tokens=8)
+    assert cache.recall("ship sinks", english, tokens=8) == expected
+    read(model, english(" His queen sleeps.", return_tensors="pt").input_ids, cache)
+    (passage,) = cache.recall("which queen sleeps", english, tokens=8, pieces=1)
+    assert passage.text == " His queen sleeps." and passage.start == ids.shape[1] + 1
+
+
+def test_interrupted_search_is_begun_again(reader, english, monkeypatch):
+    cache = reader(TEXT)
+    decode = english._decode
+
+    def interrupted(token_ids, **options):
+        if len(token_ids) > 1:
+            raise KeyboardInterrupt
+        return decode(token_ids, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(english, "_decode", interrupted)
+        cache.recall("king ship dog", english, tokens=8)
+    expected = copy.deepcopy(cache).recall("king ship dog", english, tokens=8)
+    assert cache.recall("king ship dog", english, tokens=8) == expected
+
+
 def test_cache_with_an_index_is_pickled(reader, english):
     cache = reader(TEXT)
     found = cache.recall("soup", english)
@@ -463,6 +491,7 @@ def test_generate_that_cannot_recall(tiny_model, reader, english):
     before = cache.state_tensors()
     for words, options in {
         "tokenizer=": dict(cache=cache),
+        "give tokenizer=": dict(cache=cache, tokenizer="english"),
         "HopeCache": dict(tokenizer=english),
         "window": dict(cache=cache, tokenizer=english),
         "read nothing": dict(cache=HopeCache(model.config), tokenizer=english),
@@ -509,6 +538,21 @@ def test_options_of_generate_do_not_see_the_passages(tiny_model, english, byte_t
     options |= dict(sequence_bias={(letter,): 1e4}, stop_strings=["xx"])
     tokens = model.generate(question, cache=read(model, text), **options)
     assert tokens[0].tolist() == [*question[0].tolist(), letter, letter]
+
+
+def test_special_tokens_that_a_passage_spells_are_text(tiny_model, byte_tokenizer):
+    text = "A king ends a letter with <end> and likes soup."
+    ids = byte_tokenizer(text, return_tensors="pt").input_ids
+    byte_tokenizer.add_special_tokens({"eos_token": "<end>"})
+    model = tiny_model(vocab_size=len(byte_tokenizer))
+    cache = read(model, ids)
+    question = byte_tokenizer("soup", return_tensors="pt").input_ids
+    calls = []
+    model.register_forward_pre_hook(lambda _, args, options: calls.append(options), with_kwargs=True)
+    model.generate(question, cache=cache, tokenizer=byte_tokenizer, recall=True, max_new_tokens=1)
+    prompt = calls[0]["input_ids"][0].tolist()
+    assert prompt[: ids.shape[1]] == ids[0].tolist()
+    assert byte_tokenizer.eos_token_id not in prompt
 
 
 def test_generate_that_is_interrupted_keeps_no_passages(tiny_model, english):
