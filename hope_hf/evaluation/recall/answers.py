@@ -33,7 +33,9 @@ class Answers:
 
     def right(self) -> Tensor:
         """Whether its own answer is likelier than those of the other facts [N]; chance is 1 / N."""
-        return self.log_probs.argmax(1) == torch.arange(len(self.log_probs))
+        likeliest = self.log_probs.argmax(1)
+        right = torch.arange(len(likeliest))
+        return likeliest == right
 
     def ties(self) -> Tensor:
         """How much likelier an answer is at its own question than at those of the other facts [N], in nats.
@@ -41,10 +43,10 @@ class Answers:
         A text makes the names that it holds likelier at every question, so a higher probability of the right answer
         does not show that it is tied to its subject.
         """
-        count = len(self.log_probs)
-        own = self.log_probs.diagonal()
-        others = (self.log_probs.sum(0) - own) / (count - 1)
-        return own - others
+        right = self.log_probs.diagonal()
+        others = self.log_probs.sum(0) - right
+        mean_of_others = others / (len(right) - 1)
+        return right - mean_of_others
 
 
 @torch.no_grad()
@@ -59,12 +61,14 @@ def answers_of(
     ids_of_answers = [plain_ids(tokenizer, f" {answer}") for answer in answers]
     rows = []
     greedy = []
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
         prompt_ids = plain_ids(tokenizer, prompt)
         log_probs, spelled = _scored(model, cache, prompt_ids, ids_of_answers)
         rows.append(log_probs)
-        greedy.append(spelled[index])
-    return Answers(torch.stack(rows), torch.stack(greedy))
+        greedy.append(spelled)
+    # each fact's answer at its own prompt
+    own = torch.stack(greedy).diagonal()
+    return Answers(torch.stack(rows), own)
 
 
 def _scored(
@@ -72,21 +76,24 @@ def _scored(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [N] of each answer after a prompt, and whether its tokens are the likeliest [N]."""
     before = cache.snapshot()
-    device = model.device
-    logits = model(torch.tensor([prompt_ids], device=device), cache=cache, logits_to_keep=1).logits[:, -1:]
+    prompt = torch.tensor([prompt_ids], device=model.device)
+    output = model(prompt, cache=cache, logits_to_keep=1)
+    first = output.logits[:, -1:]
     after_prompt = cache.snapshot()
     log_probs = []
     spelled = []
     for ids in answers:
-        targets = torch.tensor([ids], device=device)
-        all_logits = logits
+        targets = prompt.new_tensor([ids])
+        logits = first
         if len(ids) > 1:
             cache.rollback(after_prompt)
-            later = model(targets[:, :-1], cache=cache).logits
-            all_logits = torch.cat([logits, later], dim=1)
-        scores = all_logits.float().log_softmax(-1)
-        of_targets = scores.gather(-1, targets.unsqueeze(-1))
-        log_probs.append(of_targets.sum().cpu())
-        spelled.append((all_logits.argmax(-1) == targets).all().cpu())
+            output = model(targets[:, :-1], cache=cache)
+            logits = torch.cat([first, output.logits], dim=1)
+        scores = logits.float().log_softmax(-1)
+        columns = targets.unsqueeze(-1)
+        of_targets = scores.gather(-1, columns)
+        is_likeliest = logits.argmax(-1) == targets
+        log_probs.append(of_targets.sum())
+        spelled.append(is_likeliest.all())
     cache.rollback(before)
-    return torch.stack(log_probs), torch.stack(spelled)
+    return torch.stack(log_probs).cpu(), torch.stack(spelled).cpu()

@@ -3,7 +3,9 @@
 import random
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, product
 
 from transformers import PreTrainedTokenizerBase
 
@@ -56,24 +58,29 @@ class TextWithFacts:
 def make_facts(seed: int) -> list[Fact]:
     """Four facts of every kind: two that are stated once, and two in three wordings."""
     draw = random.Random(seed)
-    names = [first + last for first in _FIRST for last in _LAST]
+    names = list(map("".join, product(_FIRST, _LAST)))
     draw.shuffle(names)
     facts = []
     for index, kind in enumerate(KINDS):
-        subjects = list(kind.descriptions) or [(name, name) for name in names[:FACTS_OF_A_KIND]]
+        names_of_kind = names[:FACTS_OF_A_KIND]
         names = names[FACTS_OF_A_KIND:]
+        # in the text, and in the paraphrase
+        subjects = list(kind.descriptions or zip(names_of_kind, names_of_kind, strict=True))
         answers = list(kind.answers)
         draw.shuffle(subjects)
         draw.shuffle(answers)
-        for number, (subject, answer) in enumerate(zip(subjects, answers, strict=True)):
-            facts.append(_fact(index, kind, subject, answer, wordings=1 if number % 2 else 3))
+        wordings = cycle((3, 1))
+        for subject, answer, count in zip(subjects, answers, wordings, strict=False):
+            fact = _fact(index, kind, subject, answer, count)
+            facts.append(fact)
     return facts
 
 
 def _fact(index: int, kind: Kind, subject: tuple[str, str], answer: str, wordings: int) -> Fact:
+    """A fact of the kind of that index, which the text states in so many wordings."""
     said, paraphrased = subject
     statements = tuple(_filled(wording, said, answer) for wording in kind.wordings[:wordings])
-    cloze, _, _ = statements[0].rpartition(f" {answer}")
+    cloze = statements[0].removesuffix(f" {answer}.")
     return Fact(
         kind=index,
         answer=answer,
@@ -86,7 +93,8 @@ def _fact(index: int, kind: Kind, subject: tuple[str, str], answer: str, wording
 
 def _filled(wording: str, subject: str, answer: str) -> str:
     sentence = wording.format(s=subject, a=answer)
-    return sentence[0].upper() + sentence[1:]
+    capital = sentence[0].upper()
+    return capital + sentence[1:]
 
 
 def text_with_facts(
@@ -103,31 +111,35 @@ def text_with_facts(
     """
     facts = make_facts(seed)
     stated = []
+    needed = tail
     for number, fact in enumerate(facts):
         for statement in fact.statements:
-            stated.append((number, plain_ids(tokenizer, f"\n\n{statement}")))
-    random.Random(seed).shuffle(stated)
-    room = length - tail - sum(len(ids) for _, ids in stated)
+            statement_ids = plain_ids(tokenizer, f"\n\n{statement}")
+            stated.append((number, statement_ids))
+            needed += len(statement_ids)
+    room = length - needed
     if room < 0:
-        raise ValueError(f"the facts and what follows them need {length - room:,} tokens")
+        raise ValueError(f"the facts and what follows them need {needed:,} tokens")
+    random.Random(seed).shuffle(stated)
     ids: list[int] = []
     stops = [0] * len(facts)
     paragraphs = _paragraphs(tokenizer, text)
     # tokens of the text itself that are in `ids`
     taken = 0
-    for index, (number, statement) in enumerate(stated):
-        while taken < room * index / len(stated):
+    for index, (number, statement_ids) in enumerate(stated):
+        distance = room * index / len(stated)
+        while taken < distance:
             paragraph = next(paragraphs)
             ids += paragraph
             taken += len(paragraph)
-        ids += statement
+        ids += statement_ids
         stops[number] = len(ids)
     while len(ids) < length:
         ids += next(paragraphs)
-    return TextWithFacts(ids=ids[:length], facts=facts, stops=stops)
+    return TextWithFacts(ids[:length], facts, stops)
 
 
-def _paragraphs(tokenizer: PreTrainedTokenizerBase, text: str):
+def _paragraphs(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[list[int]]:
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())
         if words:

@@ -3,12 +3,13 @@
 import copy
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from hope_hf.data import plain_ids
 from ..display import curves, progress
 from ..flags import Arguments, chosen_tasks, parse_lengths
 from ..held_out import held_out_documents
-from ..result import CannotRun, Row, SuiteResult, mean_and_stderr, put, summary_row
+from ..result import UNKNOWN, CannotRun, Number, Row, SuiteResult, means, summary_row
 from ..subject import Subject
 from .answers import FORMS, Answers, answers_of
 from .facts import Fact, TextWithFacts, text_with_facts
@@ -60,11 +61,7 @@ class Tally:
 
     def row(self) -> Row:
         """Means, and their standard errors."""
-        row: Row = {"n": len(self.right)}
-        put(row, "greedy", mean_and_stderr(self.greedy))
-        put(row, "right", mean_and_stderr(self.right))
-        put(row, "tie", mean_and_stderr(self.ties))
-        return row
+        return means({"greedy": self.greedy, "right": self.right, "tie": self.ties})
 
 
 @dataclass
@@ -72,48 +69,27 @@ class Search:
     """What searches found: a value for each fact."""
 
     found: list[float]
-    tokens: list[float]
+    tokens: list[int]
     milliseconds: list[float]
 
     def row(self) -> Row:
         """Means; the time is a median, since the first search builds the index."""
-        row: Row = {"n": len(self.found)}
-        put(row, "found", mean_and_stderr(self.found))
-        row["tokens_read_again"] = sum(self.tokens) / len(self.tokens)
+        row = means({"found": self.found})
+        row["tokens_read_again"] = fmean(self.tokens)
         row["milliseconds"] = median(self.milliseconds)
         return row
 
 
 class Measurement:
-    """Tables of the suite while they grow."""
+    """What was measured so far."""
 
     def __init__(self):
-        self.losses: dict[tuple[int, str], list[float]] = defaultdict(list)
-        self.tallies: dict[tuple[int, str, str], Tally] = defaultdict(lambda: Tally([], [], []))
-        self.searches: dict[tuple[int, str], Search] = defaultdict(lambda: Search([], [], []))
-
-    def answer_rows(self) -> list[Row]:
-        """A row for every length, reading and form."""
-        rows = []
-        for (length, reading, form), tally in self.tallies.items():
-            rows.append({"length": length, "reading": reading, "form": form, **tally.row()})
-        return rows
-
-    def search_rows(self) -> list[Row]:
-        """A row for every length and form."""
-        rows = []
-        for (length, form), search in self.searches.items():
-            rows.append({"length": length, "form": form, **search.row()})
-        return rows
-
-    def loss_rows(self) -> list[Row]:
-        """A row for every length and reading."""
-        rows = []
-        for (length, reading), losses in self.losses.items():
-            row: Row = {"length": length, "reading": reading, "n": len(losses)}
-            put(row, "loss", mean_and_stderr(losses))
-            rows.append(row)
-        return rows
+        # a loss for each text, by length and reading
+        self.losses = defaultdict(list)
+        # by length, reading and form of asking
+        self.tallies = defaultdict(lambda: Tally([], [], []))
+        # by length and form of asking
+        self.searches = defaultdict(lambda: Search([], [], []))
 
 
 def recall(args: Arguments, subject: Subject) -> SuiteResult:
@@ -121,20 +97,23 @@ def recall(args: Arguments, subject: Subject) -> SuiteResult:
 
     Raises ValueError for lengths that the facts, the text or the model's positions do not allow.
     """
-    if not is_hope(subject.model.config):
-        kind = subject.model.config.model_type
+    config = subject.model.config
+    if not is_hope(config):
+        kind = config.model_type
         raise CannotRun(f"--suite recall measures what a HOPE has read, and the model is a {kind}: leave it out.")
     lengths = parse_lengths(args.lengths or DEFAULT_LENGTHS)
     subject.require_positions(lengths[-1])
     documents = held_out_documents(args)
     novel = "\n\n".join(documents.texts)
     seeds = range(args.seed, args.seed + args.texts_per_length)
-    # lengths that cannot be are refused before anything is measured
     texts = []
+    # lengths that cannot be are refused before anything is measured
     for length, seed in product(lengths, seeds):
-        texts.append((length, _text(subject, novel, length, seed)))
+        text = _text(subject, novel, length, seed)
+        texts.append((length, text))
+    chosen = chosen_tasks(args, "recall", READINGS)
+    readings = _readings(subject, chosen)
     measurement = Measurement()
-    readings = _readings(subject, chosen_tasks(args, "recall", READINGS))
     with progress(None, "recall", len(texts) * len(readings)) as bar:
         for (length, text), reading in product(texts, readings):
             if _fits(reading, length):
@@ -156,25 +135,34 @@ def _readings(subject: Subject, chosen: list[str]) -> list[Reading]:
     Raises CannotRun if it can read in none of them.
     """
     model = subject.model
-    plain = [name for name in chosen if name in (READ, RECALL)]
-    readings = [Reading(READ, model, plain)] if plain else []
-    if FROZEN in chosen and subject.has_memory:
-        readings.append(Reading(FROZEN, model, [FROZEN]))
-    if LEARN in chosen and subject.learns:
-        readings.append(Reading(LEARN, model, [LEARN]))
-    if FULL in chosen and "window_attention" in model.config.layer_types:
-        readings.append(Reading(FULL, _with_full_attention(model), [FULL]))
+    can_read = {
+        FROZEN: subject.has_memory,
+        LEARN: subject.learns,
+        FULL: "window_attention" in model.config.layer_types,
+    }
+    readings = []
+    asked_after_reading = [name for name in chosen if name in (READ, RECALL)]
+    if asked_after_reading:
+        readings.append(Reading(READ, model, asked_after_reading))
+    for name, is_possible in can_read.items():
+        if is_possible and name in chosen:
+            reader = _with_full_attention(model) if name == FULL else model
+            readings.append(Reading(name, reader, [name]))
     if not readings:
-        raise CannotRun(f"--tasks {','.join(chosen)}: the model cannot read so: choose {READ} or {RECALL}.")
+        tasks = ",".join(chosen)
+        raise CannotRun(f"--tasks {tasks}: the model cannot read so: choose {READ} or {RECALL}.")
     return readings
 
 
 def _with_full_attention(model: PreTrainedModel) -> PreTrainedModel:
     """The model without windows; it shares the weights."""
     config = copy.deepcopy(model.config)
-    config.layer_types = ["full_attention" if kind == "window_attention" else kind for kind in config.layer_types]
+    for index, kind in enumerate(config.layer_types):
+        if kind == "window_attention":
+            config.layer_types[index] = "full_attention"
     config.sliding_window = None
-    return type(model).from_pretrained(None, config=config, state_dict=model.state_dict()).eval()
+    whole = type(model).from_pretrained(None, config=config, state_dict=model.state_dict())
+    return whole.eval()
 
 
 def _fits(reading: Reading, length: int) -> bool:
@@ -186,47 +174,58 @@ def _fits(reading: Reading, length: int) -> bool:
 @torch.no_grad()
 def _measure(measurement: Measurement, subject: Subject, reading: Reading, length: int, text: TextWithFacts) -> None:
     """Read a text, and ask for its facts."""
-    cache = HopeCache(reading.model.config)
-    frozen = frozen_memories(reading.model) if reading.name == FROZEN else nullcontext()
+    model = reading.model
+    cache = HopeCache(model.config)
+    frozen = frozen_memories(model) if reading.name == FROZEN else nullcontext()
     with frozen:
         loss = _read(reading, cache, text.ids)
-        measurement.losses[length, reading.name].append(loss)
-        for asked, form, facts in product(reading.asked, FORMS, text.facts_by_kind()):
-            prompts = []
-            for fact in facts:
-                prompt = FORMS[form](fact)
-                if asked == RECALL:
-                    search = measurement.searches[length, form]
-                    prompt = _passages(subject, cache, search, fact, form) + prompt
-                prompts.append(prompt)
+        losses = measurement.losses[length, reading.name]
+        losses.append(loss)
+        kinds = text.facts_by_kind()
+        for asked, form, facts in product(reading.asked, FORMS, kinds):
             answers = [fact.answer for fact in facts]
-            measured = answers_of(reading.model, subject.tokenizer, cache, prompts, answers)
-            measurement.tallies[length, asked, form].add(measured)
+            prompts = list(map(FORMS[form], facts))
+            if asked == RECALL:
+                search = measurement.searches[length, form]
+                for index, fact in enumerate(facts):
+                    question = getattr(fact, form)
+                    passages = _passages(subject, cache, search, question, fact)
+                    prompts[index] = passages + prompts[index]
+            measured = answers_of(model, subject.tokenizer, cache, prompts, answers)
+            tally = measurement.tallies[length, asked, form]
+            tally.add(measured)
 
 
 def _read(reading: Reading, cache: HopeCache, ids: list[int]) -> float:
     """Mean loss of the tokens of a text in nats, while the cache reads it."""
-    device = reading.model.device
+    model = reading.model
     options = {"learn": True} if reading.name == LEARN else {}
     losses = []
-    last: Tensor | None = None
-    for piece in torch.tensor([ids]).split(_PIECE, dim=1):
-        piece = piece.to(device)
-        logits = reading.model(piece, cache=cache, **options).logits[0].float()
-        if last is not None:
-            losses.append(cross_entropy(last, piece[0, :1], reduction="none"))
-        losses.append(cross_entropy(logits[:-1], piece[0, 1:], reduction="none"))
-        last = logits[-1:].clone()
-    return float(torch.cat(losses).double().mean())
+    before: Tensor | None = None
+    tokens = torch.tensor(ids, device=model.device)
+    for targets in tokens.split(_PIECE):
+        output = model(targets[None], cache=cache, **options)
+        logits = output.logits[0].float()
+        if before is not None:
+            first = cross_entropy(before, targets[:1], reduction="none")
+            losses.append(first)
+        later = cross_entropy(logits[:-1], targets[1:], reduction="none")
+        losses.append(later)
+        before = logits[-1:].clone()
+    mean = torch.cat(losses).double().mean()
+    return float(mean)
 
 
-def _passages(subject: Subject, cache: HopeCache, search: Search, fact: Fact, form: str) -> str:
-    """The passages that a question finds, as they are read before it."""
+def _passages(subject: Subject, cache: HopeCache, search: Search, question: str, fact: Fact) -> str:
+    """The passages that a question for a fact finds, as they are read before it."""
     start = time.perf_counter()
-    passages = cache.recall(getattr(fact, form), subject.tokenizer)
-    search.milliseconds.append(1000 * (time.perf_counter() - start))
-    # a prompt begins with an empty line
-    context = f"\n\n{join_passages(passages).rstrip()}" if passages else ""
+    passages = cache.recall(question, subject.tokenizer)
+    seconds = time.perf_counter() - start
+    search.milliseconds.append(1000 * seconds)
+    context = join_passages(passages).rstrip()
+    if passages:
+        # as every prompt begins
+        context = f"\n\n{context}"
     context_ids = plain_ids(subject.tokenizer, context)
     search.tokens.append(len(context_ids))
     is_found = any(statement in context for statement in fact.statements)
@@ -235,27 +234,48 @@ def _passages(subject: Subject, cache: HopeCache, search: Search, fact: Fact, fo
 
 
 def _result(measurement: Measurement, lengths: list[int]) -> SuiteResult:
-    answers = measurement.answer_rows()
+    answers = _rows(measurement.tallies, ("length", "reading", "form"), Tally.row)
     tables = {
         f"Answers (chance of `right`: {1 / FACTS_OF_A_KIND:g})": answers,
-        "Passages read again": measurement.search_rows(),
-        "Loss of the text, nats per token": measurement.loss_rows(),
+        "Passages read again": _rows(measurement.searches, ("length", "form"), Search.row),
+        "Loss of the text, nats per token": _rows(measurement.losses, ("length", "reading"), _loss_row),
     }
+    clozes = [row for row in answers if row["form"] == "cloze"]
     summary = []
-    for row in answers:
-        if row["length"] == lengths[-1] and row["form"] == "cloze":
-            title = f"{row['reading']}: answers that greedy decoding spells, {row['length']:,} tokens"
-            summary.append(summary_row(title, row["greedy"], row["greedy_stderr"], 0.0))
-    return SuiteResult(tables, {"recall.png": partial(_draw, answers, lengths)}, summary=summary)
+    for row in clozes:
+        if row["length"] == lengths[-1]:
+            title = f"{row['reading']}: answers that greedy decoding spells, {lengths[-1]:,} tokens"
+            number = summary_row(title, row["greedy"], row["greedy_stderr"], 0.0)
+            summary.append(number)
+    pictures = {"recall.png": partial(_draw, clozes, lengths)}
+    return SuiteResult(tables, pictures, summary=summary)
 
 
-def _draw(answers: list[Row], lengths: list[int], path: Path) -> None:
+def _rows(table: dict[tuple, object], names: tuple[str, ...], summarised: Callable[..., Row]) -> list[Row]:
+    """A row for every key: its parts by these names, and what was measured for it."""
+    rows = []
+    for key, measured in table.items():
+        labels = dict(zip(names, key, strict=True))
+        rows.append(labels | summarised(measured))
+    return rows
+
+
+def _loss_row(losses: list[float]) -> Row:
+    return means({"loss": losses})
+
+
+def _draw(clozes: list[Row], lengths: list[int], path: Path) -> None:
     """Answers that greedy decoding spells and ties over the length, a curve for each reading."""
+    columns = {
+        "clozes spelled, share": "greedy",
+        "tie of answer and subject, nats": "tie",
+    }
     panels = {}
-    for title, column in (("clozes spelled, share", "greedy"), ("tie of answer and subject, nats", "tie")):
-        series = defaultdict(lambda: dict.fromkeys(lengths, (None, None)))
-        for row in answers:
-            if row["form"] == "cloze":
-                series[row["reading"]][row["length"]] = row[column], row[f"{column}_stderr"]
-        panels[title] = {name: list(points.values()) for name, points in series.items()}
+    for title, column in columns.items():
+        series = defaultdict(lambda: [UNKNOWN] * len(lengths))
+        for row in clozes:
+            place = lengths.index(row["length"])
+            value = Number(row[column], row[f"{column}_stderr"])
+            series[row["reading"]][place] = value
+        panels[title] = series
     curves(path, lengths, panels, "length of the text, tokens")
