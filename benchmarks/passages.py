@@ -10,8 +10,9 @@ user does, in several forms, and counts the answers of 40 tokens that name the r
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -27,15 +28,14 @@ from hope_hf.evaluation.recall.facts import TextWithFacts, text_with_facts
 SIZES = ("48x1", "64x1", "96x1", "128x1", "48x2", "64x2", "96x2", "64x3")
 LENGTH = 4096
 NEW_TOKENS = 40
-CHAT_FORMS: dict[str, Callable[[str, str], str]] = {
-    "passage, message": lambda passages, message: f"{passages}\n\n{message}",
-    "From the text that you have read: passage, message": lambda passages, message: (
-        f"From the text that you have read:\n\n{passages}\n\n{message}"
+# How a chat reads passages before a message.
+CHAT_FORMS = {
+    "passage, message": "{passages}\n\n{message}",
+    "From the text that you have read: passage, message": (
+        "From the text that you have read:\n\n{passages}\n\n{message}"
     ),
-    'Passage: "...", Question: message': lambda passages, message: f'Passage:\n"{passages}"\n\nQuestion: {message}',
-    "passage, Answer from this passage: message": lambda passages, message: (
-        f"{passages}\n\nAnswer from this passage: {message}"
-    ),
+    'Passage: "...", Question: message': 'Passage:\n"{passages}"\n\nQuestion: {message}',
+    "passage, Answer from this passage: message": "{passages}\n\nAnswer from this passage: {message}",
 }
 
 
@@ -52,7 +52,8 @@ class Reader(NamedTuple):
         if size == "none":
             return ""
         tokens, pieces = map(int, size.split("x"))
-        return join_passages(self.cache.recall(question, self.tokenizer, tokens=tokens, pieces=pieces)).strip()
+        passages = self.cache.recall(question, self.tokenizer, tokens, pieces)
+        return join_passages(passages).strip()
 
 
 @torch.no_grad()
@@ -60,25 +61,37 @@ def read(name: str, text_file: str, seed: int) -> Reader:
     """Load a model and let it read a text."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name).eval()
-    text = text_with_facts(tokenizer, Path(text_file).read_text(encoding="utf-8"), LENGTH, seed)
+    novel = Path(text_file).read_text(encoding="utf-8")
+    text = text_with_facts(tokenizer, novel, LENGTH, seed)
     cache = HopeCache(model.config)
-    for piece in torch.tensor([text.ids]).split(512, dim=1):
+    tokens = torch.tensor([text.ids])
+    for piece in tokens.split(512, dim=1):
         model(piece, cache=cache, logits_to_keep=1)
     return Reader(model, tokenizer, cache, text)
 
 
-def scored(reader: Reader, size: str) -> dict:
-    """A row of the first table."""
+def scored(reader: Reader, size: str) -> Iterator[dict]:
+    """The row of the first table."""
     row = {"size": size}
-    for form, prompt_of in FORMS.items():
-        right, spelled, found, lengths = [], [], [], []
+    for form in FORMS:
+        right = []
+        spelled = []
+        found = []
+        lengths = []
         for facts in reader.text.facts_by_kind():
             prompts = []
             for fact in facts:
-                passages = reader.passages(getattr(fact, form), size)
-                found.append(any(statement in passages for statement in fact.statements))
-                lengths.append(len(reader.tokenizer(passages, add_special_tokens=False).input_ids))
-                prompts.append(f"\n\n{passages}{prompt_of(fact)}" if passages else prompt_of(fact))
+                question = getattr(fact, form)
+                passages = reader.passages(question, size)
+                is_found = any(statement in passages for statement in fact.statements)
+                found.append(is_found)
+                encoded = reader.tokenizer(passages, add_special_tokens=False)
+                tokens = encoded.input_ids
+                lengths.append(len(tokens))
+                prompt = FORMS[form](fact)
+                if passages:
+                    prompt = f"\n\n{passages}{prompt}"
+                prompts.append(prompt)
             answers = [fact.answer for fact in facts]
             measured = answers_of(reader.model, reader.tokenizer, reader.cache, prompts, answers)
             right += measured.right().tolist()
@@ -86,35 +99,46 @@ def scored(reader: Reader, size: str) -> dict:
         row[f"{form}: found, %"] = percent(found)
         row[f"{form}: right, %"] = percent(right)
         row[f"{form}: spelled, %"] = percent(spelled)
-        row["tokens"] = round(sum(lengths) / len(lengths))
-    return row
+        row["tokens"] = round(fmean(lengths))
+    yield row
 
 
 def chatted(reader: Reader, size: str) -> Iterator[dict]:
     """Rows of the second table."""
-    forms = CHAT_FORMS if size != "none" else {"message": lambda passages, message: message}
+    forms = CHAT_FORMS if size != "none" else {"message": "{message}"}
     for name, form in forms.items():
         named = []
         for fact in reader.text.facts[::2]:
-            message = form(reader.passages(fact.question, size), fact.question)
-            named.append(fact.answer.lower() in answer(reader, message).lower())
-        yield {"size": size, "form": name, "answers that name it, %": percent(named)}
+            passages = reader.passages(fact.question, size)
+            message = form.format(passages=passages, message=fact.question)
+            words = answer(reader, message)
+            is_named = fact.answer.lower() in words.lower()
+            named.append(is_named)
+        yield {
+            "size": size,
+            "form": name,
+            "answers that name it, %": percent(named),
+        }
 
 
 def answer(reader: Reader, message: str) -> str:
     """The answer to a message, after which the cache is as before."""
+    tokenizer = reader.tokenizer
     messages = [{"role": "user", "content": message}]
-    prompt = reader.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = reader.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+    ids = encoded.input_ids
     before = reader.cache.snapshot()
     tokens = reader.model.generate(ids, cache=reader.cache, max_new_tokens=NEW_TOKENS, do_sample=False)
     reader.cache.rollback(before)
-    return reader.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    new_tokens = tokens[0, ids.shape[1] :]
+    return tokenizer.decode(new_tokens, skip_special_tokens=True)
 
 
 def percent(values: list[bool]) -> int:
     """The share of true values."""
-    return round(100 * sum(values) / len(values))
+    share = 100 * sum(values) / len(values)
+    return round(share)
 
 
 def main(argv: list[str]) -> int:
@@ -127,17 +151,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
     reader = read(args.model, args.text, args.seed)
-    rows = []
-    for size in args.sizes:
-        rows.append(scored(reader, size))
-        print(rows[-1], file=sys.stderr, flush=True)
-    answers = []
-    for size in args.chat:
-        for row in chatted(reader, size):
-            answers.append(row)
-            print(row, file=sys.stderr, flush=True)
-    for table in filter(None, (rows, answers)):
-        print(markdown_table(table))
+    tables = []
+    for measure, sizes in ((scored, args.sizes), (chatted, args.chat)):
+        rows = []
+        for size in sizes:
+            for row in measure(reader, size):
+                print(row, file=sys.stderr, flush=True)
+                rows.append(row)
+        if rows:
+            tables.append(markdown_table(rows))
+    for table in tables:
+        print(table)
         print()
     return 0
 
