@@ -31,7 +31,8 @@ class Archive(CachePart):
     """
 
     def __init__(self, vocab_size: int, is_kept: bool = True):
-        self.vocab_size, self.is_kept = vocab_size, is_kept
+        self.vocab_size = vocab_size
+        self.is_kept = is_kept
         self.reset()
 
     def reset(self) -> None:
@@ -62,8 +63,8 @@ class Archive(CachePart):
         if not self.is_kept:
             return
         if input_ids is None:
-            shape = hidden_states.shape[:2]
-            tokens = torch.full(shape, EMPTY, dtype=torch.int32, device=hidden_states.device)
+            rows, columns, _ = hidden_states.shape
+            tokens = hidden_states.new_full((rows, columns), EMPTY, dtype=torch.int32)
         else:
             # a copy, since the caller may reuse the tensor
             tokens = input_ids.to(torch.int32, copy=True)
@@ -73,7 +74,8 @@ class Archive(CachePart):
                 tokens = torch.where(padding.bool(), tokens, EMPTY)
         if self._tokens is not None:
             # a cache from a file is on the CPU
-            tokens = torch.cat([self._tokens.to(tokens.device), tokens], dim=1)
+            earlier = self._tokens.to(tokens.device)
+            tokens = torch.cat([earlier, tokens], dim=1)
         self._tokens = tokens
 
     @property
@@ -82,7 +84,9 @@ class Archive(CachePart):
 
         EMPTY for a column without a token, otherwise the id of its token; 2^30 more at a document's first one.
         """
-        return torch.empty(0, 0, dtype=torch.int32) if self._tokens is None else self._tokens
+        if self._tokens is None:
+            return torch.empty(0, 0, dtype=torch.int32)
+        return self._tokens
 
     def is_begin_of(self, input_ids: Tensor) -> bool:
         """Whether rows [B, N] of tokens begin with those of the archive, whose rows are B or a multiple of it.
@@ -90,19 +94,21 @@ class Archive(CachePart):
         A column without a token equals every token.
         """
         tokens = self.tokens.to(input_ids.device)
-        columns = tokens.shape[1]
+        rows, columns = tokens.shape
         # beams and samples of a text share its row
-        copies = max(1, len(tokens) // len(input_ids))
+        copies = max(1, rows // len(input_ids))
         begin = input_ids[:, :columns].repeat_interleave(copies, dim=0)
         if begin.shape != tokens.shape:
             return False
-        is_equal = (tokens == EMPTY) | (tokens % BEGINS == begin)
+        ids = tokens % BEGINS
+        is_equal = (ids == begin) | (tokens == EMPTY)
         return bool(is_equal.all())
 
     @property
     def holds_tokens(self) -> bool:
         """Whether any column has a token."""
-        return bool((self.tokens != EMPTY).any())
+        is_token = self.tokens != EMPTY
+        return bool(is_token.any())
 
     def map(self, function: TensorFunction) -> None:
         """Apply `function` to the tokens [B, T]."""
@@ -126,11 +132,14 @@ class Archive(CachePart):
 
     def append_rows(self, others: Sequence["Archive"], rows: Sequence[int]) -> None:
         """Append the rows of others; if one of them is off, nothing is kept."""
-        archives = [self, *others]
-        if all(archive.is_kept for archive in archives):
-            self._tokens = torch.cat([archive.tokens for archive in archives])
-        else:
-            self.stop()
+        parts = []
+        for archive in (self, *others):
+            if not archive.is_kept:
+                self.stop()
+                return
+            # a cache from a file is on the CPU
+            parts.append(archive.tokens.to(self.tokens.device))
+        self._tokens = torch.cat(parts)
 
     def named_tensors(self, level_dtype: str = "float32") -> NamedTensors:
         """The tokens for a file: `tokens` [B, T] of uint16 and `begins` [B, T], whether a document begins, of bool.
@@ -143,8 +152,8 @@ class Archive(CachePart):
         begins = tokens >= BEGINS
         ids = torch.where(begins, tokens - BEGINS, tokens)
         # asked of the ids, since a vocabulary may have grown; on the meta device they have no values
-        is_wide = not tokens.is_meta and bool((ids >= _EMPTY_16).any())
-        if is_wide:
+        is_wide = ids >= _EMPTY_16
+        if not tokens.is_meta and is_wide.any():
             return {"tokens": tokens}
         ids = torch.where(ids == EMPTY, _EMPTY_16, ids)
         return {"tokens": ids.to(torch.uint16), "begins": begins}
@@ -176,15 +185,20 @@ class Archive(CachePart):
         if not tensors:
             self.load_empty(shape)
             return
-        needed = {"tokens": (torch.int32, shape)}
-        if "begins" in tensors:
-            needed = {"tokens": (torch.uint16, shape), "begins": (torch.bool, shape)}
-        if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != needed:
+        forms = [
+            {"tokens": (torch.int32, shape)},
+            {"tokens": (torch.uint16, shape), "begins": (torch.bool, shape)},
+        ]
+        form = {}
+        for name, tensor in tensors.items():
+            form[name] = tensor.dtype, tuple(tensor.shape)
+        if form not in forms:
             raise ValueError("holds an archive of other tokens than the cache has read")
         self.load(tensors)
         tokens = self.tokens
         ids = tokens[tokens != EMPTY] % BEGINS
-        if tokens.min() < EMPTY or (ids >= self.vocab_size).any():
+        is_unknown = ids >= self.vocab_size
+        if tokens.min() < EMPTY or is_unknown.any():
             raise ValueError("holds an archive with tokens that the model does not have")
 
 
@@ -193,15 +207,14 @@ def documents_of(tokens: Tensor) -> list[tuple[int, list[int]]]:
 
     Behind a column without a token, a document begins.
     """
-    documents: list[tuple[int, list[int]]] = []
-    goes_on = False
+    documents = []
+    ids = None
     for column, token in enumerate(tokens.tolist()):
         if token == EMPTY:
-            goes_on = False
+            ids = None
             continue
-        if token >= BEGINS or not goes_on:
-            documents.append((column, []))
-        _, ids = documents[-1]
+        if token >= BEGINS or ids is None:
+            ids = []
+            documents.append((column, ids))
         ids.append(token % BEGINS)
-        goes_on = True
     return documents

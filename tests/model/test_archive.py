@@ -95,6 +95,17 @@ def test_forks_snapshots_and_rows(tiny_model):
     assert cache.archive.tokens.numel() == 0
 
 
+def test_rows_are_joined_on_the_device_of_the_first(tiny_model):
+    """A cache from a file has its archive on the CPU until it reads on."""
+    cache = read(tiny_model(), random_ids(1, 4))
+    other = copy.deepcopy(cache)
+    cache.archive.map(lambda tokens: tokens.to("meta"))
+    cache.archive.append_rows([other.archive], [1, 1])
+    assert cache.archive.tokens.is_meta and cache.archive.tokens.shape == (2, 4)
+    other.archive.append_rows([copy.deepcopy(other.archive)], [1, 1])
+    assert ids_of(other) == [[random_ids(1, 4)[0].tolist()]] * 2
+
+
 def test_caller_may_reuse_its_tensor(tiny_model):
     ids = random_ids(1, 5).to(torch.int32)
     cache = read(tiny_model(), ids)
