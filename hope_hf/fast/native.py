@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -54,7 +53,8 @@ def function(name: str, dtype: torch.dtype) -> ctypes._CFuncPtr | None:
     library = _library()
     if library is None or dtype not in _DTYPES:
         return None
-    compiled = getattr(library, f"{name}_{_DTYPES[dtype]}")
+    symbol = f"{name}_{_DTYPES[dtype]}"
+    compiled = getattr(library, symbol)
     compiled.argtypes = [POINTER, ctypes.c_int64, ctypes.c_int64]
     compiled.restype = None
     return compiled
@@ -62,16 +62,18 @@ def function(name: str, dtype: torch.dtype) -> ctypes._CFuncPtr | None:
 
 def run(compiled: ctypes._CFuncPtr, arguments: ctypes.Structure, parts: int, least: int = 1) -> None:
     """Run all parts; each of torch's threads takes at least `least` of them. ctypes lets go of Python's lock."""
-    threads = max(1, min(torch.get_num_threads(), parts // least))
+    most_threads = min(torch.get_num_threads(), parts // least)
+    threads = max(1, most_threads)
     address = ctypes.byref(arguments)
     if threads == 1:
         compiled(address, 0, parts)
         return
     bounds = [parts * thread // threads for thread in range(threads + 1)]
+    run_part = partial(compiled, address)
     with ThreadPoolExecutor(threads) as pool:
-        results = [pool.submit(compiled, address, first, last) for first, last in pairwise(bounds)]
-    for result in results:
-        result.result()
+        results = pool.map(run_part, bounds[:-1], bounds[1:])
+    # raises the error of a part
+    list(results)
 
 
 @lru_cache
@@ -92,16 +94,16 @@ def _reason(error: Exception) -> str:
     """One line: the first error that the compiler printed, or what Python says."""
     printed = getattr(error, "stderr", None) or str(error)
     lines = printed.strip().splitlines() or [type(error).__name__]
-    errors = [line for line in lines if "error" in line]
-    return (errors or lines)[0].strip()
+    for line in lines:
+        if "error" in line:
+            return line.strip()
+    return lines[0].strip()
 
 
 def _compiler() -> str | None:
-    for name in (os.environ.get("CXX"), *_COMPILERS):
-        path = shutil.which(name) if name else None
-        if path:
-            return path
-    return None
+    names = filter(None, (os.environ.get("CXX"), *_COMPILERS))
+    paths = map(shutil.which, names)
+    return next(filter(None, paths), None)
 
 
 def _load(compiler: str) -> ctypes.CDLL:
@@ -110,29 +112,34 @@ def _load(compiler: str) -> ctypes.CDLL:
     try:
         folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / name).exists():
-            _compile(compiler, folder, name)
-        return ctypes.CDLL(str(folder / name))
+        return _loaded(compiler, folder / name)
     except (OSError, RuntimeError):
         # No home, or one that cannot be written. A loaded library stays when its file goes.
         with tempfile.TemporaryDirectory(prefix="hope_hf-") as temporary:
-            _compile(compiler, Path(temporary), name)
-            return ctypes.CDLL(str(Path(temporary) / name))
+            return _loaded(compiler, Path(temporary, name))
 
 
-def _compile(compiler: str, folder: Path, name: str) -> None:
-    """Write the library `name` into a folder."""
+def _loaded(compiler: str, library: Path) -> ctypes.CDLL:
+    """The library at a path, compiled unless it is there."""
+    if not library.exists():
+        _compile(compiler, library)
+    return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Write the library."""
     # under a name of its own, since the processes of a run begin together
-    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
+    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
-    sources = map(str, sorted(_FOLDER.glob("*.cpp")))
+    sources = sorted(_FOLDER.glob("*.cpp"))
     command = [compiler, *_FLAGS, *_LIBRARY, "-o", unfinished, *sources]
     run_compiler = partial(subprocess.run, capture_output=True, text=True, timeout=_SECONDS)
+    first_target, second_target = _TARGETS
     try:
-        first_try = run_compiler([*command, _TARGETS[0]])
+        first_try = run_compiler([*command, first_target])
         if first_try.returncode:
-            run_compiler([*command, _TARGETS[1]], check=True)
-        os.replace(unfinished, folder / name)
+            run_compiler([*command, second_target], check=True)
+        os.replace(unfinished, library)
     finally:
         Path(unfinished).unlink(missing_ok=True)
 
@@ -140,15 +147,17 @@ def _compile(compiler: str, folder: Path, name: str) -> None:
 def _cache_folder() -> Path:
     """`hope_hf` in `XDG_CACHE_HOME`, by default ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hope_hf"
+    return Path(base, "hope_hf")
 
 
 def _key(compiler: str) -> str:
     """Stands for sources, flags, compiler and processor: a home may be shared by unlike machines."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_SECONDS).stdout
-    key = hashlib.sha256(version)
-    key.update(" ".join(_FLAGS + _TARGETS).encode())
-    key.update(_processor().encode())
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_SECONDS)
+    flags = " ".join(_FLAGS + _TARGETS)
+    processor = _processor()
+    key = hashlib.sha256(version.stdout)
+    key.update(flags.encode())
+    key.update(processor.encode())
     for source in sorted(_FOLDER.iterdir()):
         key.update(source.read_bytes())
     return key.hexdigest()[:20]
@@ -160,5 +169,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    facts = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    # on x86, on ARM, and on both; cores repeat them
+    names = "flags", "Features", "model name"
+    facts = {line for line in lines if line.startswith(names)}
     return "\n".join(sorted(facts))
