@@ -9,7 +9,8 @@ from typing import NoReturn
 
 STATUS = 130
 """Exit status after Ctrl-C, as shells define it."""
-_PROGRAMS = {Path(__file__).resolve().parents[1] / name for name in ("run_clm.py", "run_eval.py")}
+_FOLDER = Path(__file__).resolve().parents[1]
+_PROGRAMS = {_FOLDER / "run_clm.py", _FOLDER / "run_eval.py"}
 _COMMAND = "hope-hf"
 
 

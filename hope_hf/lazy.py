@@ -16,13 +16,13 @@ def late_names(
     """
     module_of = {}
     for module, names in modules.items():
-        for name in names:
-            module_of[name] = module
+        module_of |= dict.fromkeys(names, module)
 
     def get(name: str) -> object:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{module_of[name]}")
+        path = f"{package}.{module_of[name]}"
+        module = importlib.import_module(path)
         value = getattr(module, name)
         # From now on Python finds it without this function.
         setattr(sys.modules[package], name, value)

@@ -9,6 +9,7 @@ Axes: b sequences times heads, S slot, D head width, K kernel size of the convol
 
 import ctypes
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,11 @@ def runs_on(inputs: ScanInputs, memories: DeltaMemories) -> bool:
     query = inputs.query
     width = query.shape[-1]
     taps = len(memories.conv_weights)
-    fits = width * query.itemsize % VECTOR_BYTES == 0 and width <= _MOST_WIDTH and taps <= _MOST_TAPS
-    if memories.projected or not fits or query.device.type != "cpu":
+    if memories.projected or query.device.type != "cpu":
+        return False
+    if width > _MOST_WIDTH or taps > _MOST_TAPS:
+        return False
+    if width * query.itemsize % VECTOR_BYTES:
         return False
     return function(_NAME, query.dtype) is not None
 
@@ -85,24 +89,26 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, spans: Sequence[ChunkSpan], rows: int, tail_size: int) -> "_Blocks":
         """The blocks of `rows` rows, whose convolutions read `tail_size` tokens before their own."""
+        slots = spans[-1].stop
         if spans[0].inside is None:
-            slots = spans[-1].stop
-            return cls(torch.tensor([*range(0, slots, BLOCK), slots]), None, None, None)
+            starts = torch.tensor([*range(0, slots, BLOCK), slots])
+            return cls(starts, continues=None, reach=None, offset=None)
         starts = []
         continues = []
         for span in spans:
-            pieces = range(span.start, span.stop, BLOCK)
-            starts.extend(pieces)
-            goes_on = torch.ones(len(pieces), rows, dtype=torch.bool)
+            starts_of_span = range(span.start, span.stop, BLOCK)
+            starts += starts_of_span
+            goes_on = torch.ones(len(starts_of_span), rows, dtype=torch.bool)
             if span.continues is not None:
                 goes_on[0] = span.continues.flatten()
             continues.append(goes_on)
-        starts.append(spans[-1].stop)
+        starts.append(slots)
         inside = torch.cat([span.inside for span in spans], dim=2)
         reach = inside[:tail_size].sum(0, dtype=torch.uint8).squeeze(-1)
         offset = None
-        if spans[0].tail_in is not None and tail_size:
-            offset = spans[0].tail_in[:, 0, 0].contiguous()
+        tail_in = spans[0].tail_in
+        if tail_in is not None and tail_size:
+            offset = tail_in[:, 0, 0].contiguous()
         return cls(torch.tensor(starts), torch.cat(continues), reach.contiguous(), offset)
 
 
@@ -113,11 +119,13 @@ def _columns_of_tail(spans: Sequence[ChunkSpan], rows: int, tail_size: int) -> T
     """
     if spans[0].inside is None:
         return None
-    tail = torch.arange(tail_size).expand(rows, -1).unsqueeze(-1)
+    columns = torch.arange(tail_size + spans[-1].stop)
+    columns = columns.expand(rows, -1).unsqueeze(-1)
+    tail = columns[:, :tail_size]
     for span in spans:
-        slots = torch.arange(tail_size + span.start, tail_size + span.stop)
-        columns = with_tail(slots.expand(rows, -1).unsqueeze(-1), tail, span)
-        tail = tail_after(columns, tail, span)
+        slots = columns[:, tail_size + span.start : tail_size + span.stop]
+        padded = with_tail(slots, tail, span)
+        tail = tail_after(padded, tail, span)
     return tail
 
 
@@ -144,8 +152,9 @@ class _Call(NamedTuple):
     def of(cls, inputs: ScanInputs, weights: Weights, blocks: _Blocks, tail: Tensor) -> "_Call":
         streams = map(_with_dense_tokens, inputs[:3])
         gates = [None if gate is None else gate.contiguous() for gate in inputs[3:]]
-        weights = Weights(*[weight.contiguous() for weight in weights])
-        return cls(ScanInputs(*streams, *gates), weights, blocks, tail.contiguous())
+        inputs = ScanInputs(*streams, *gates)
+        weights = Weights._make(map(Tensor.contiguous, weights))
+        return cls(inputs, weights, blocks, tail.contiguous())
 
     def run(
         self,
@@ -164,18 +173,24 @@ class _Call(NamedTuple):
             # a planner asks for shapes and sizes alone
             return
         rows, slots, width = self.inputs.query.shape
-        arguments = _Arguments(rows, slots, width, len(self.weights.conv_weights), self.blocks.number)
+        taps = len(self.weights.conv_weights)
+        blocks = self.blocks.number
+        arguments = _Arguments(rows, slots, width, taps, blocks)
         tensors |= {"reads": reads, "tail": self.tail}
-        tensors |= self.blocks._asdict() | self.weights._asdict() | self.inputs._asdict()
+        for group in (self.blocks, self.weights, self.inputs):
+            tensors |= group._asdict()
         if grad_inputs is not None:
-            tensors |= {f"grad_{name}": tensor for name, tensor in grad_inputs._asdict().items()}
-            tensors |= {f"grad_{name}": tensor for name, tensor in grad_weights._asdict().items()}
+            gradients = grad_inputs._asdict() | grad_weights._asdict()
+            for name, gradient in gradients.items():
+                tensors[f"grad_{name}"] = gradient
         set_addresses(arguments, tensors)
         for name in _STRIDED:
-            setattr(arguments, f"{name}_strides", _strides(tensors[name]))
+            strides = _strides(tensors[name])
+            setattr(arguments, f"{name}_strides", strides)
         # a thread begins in the time of some blocks
-        least = max(1, _LEAST_BLOCKS // self.blocks.number)
-        run(function(_NAME, reads.dtype), arguments, rows, least)
+        least = _LEAST_BLOCKS // blocks
+        compiled = function(_NAME, reads.dtype)
+        run(compiled, arguments, rows, max(1, least))
 
 
 class _RowScan(torch.autograd.Function):
@@ -246,22 +261,26 @@ class _RowScan(torch.autograd.Function):
 
 def _group(tensors: Sequence[Tensor | None]) -> tuple[ScanInputs, Weights, Sequence[Tensor | None]]:
     """The inputs, the weights, and the tensors behind them."""
-    number = len(ScanInputs._fields)
-    last = number + len(Weights._fields)
-    return ScanInputs(*tensors[:number]), Weights(*tensors[number:last]), tensors[last:]
+    remaining = iter(tensors)
+    inputs = ScanInputs._make(islice(remaining, len(ScanInputs._fields)))
+    weights = Weights._make(islice(remaining, len(Weights._fields)))
+    return inputs, weights, tuple(remaining)
 
 
 def _tail(call: _Call, columns: Tensor | None) -> Tensor:
     """The last K - 1 inputs of each row [b, K - 1, 3 D], at `columns` of the tail before and the slots."""
     tail_size = call.tail.shape[1]
+    first = max(0, call.inputs.query.shape[1] - tail_size)
+    tails = call.tail.chunk(3, dim=-1)
     parts = []
-    for before, stream in zip(call.tail.chunk(3, dim=-1), call.inputs, strict=False):
-        if columns is not None:
+    for before, stream in zip(tails, call.inputs[:3], strict=True):
+        if columns is None:
+            newest = stream[:, first:]
+            older = before[:, newest.shape[1] :]
+            part = torch.cat([older, newest], dim=1)
+        else:
             padded = torch.cat([before, stream], dim=1)
             part = padded.gather(1, columns.expand_as(before))
-        else:
-            newest = stream[:, max(0, stream.shape[1] - tail_size) :]
-            part = torch.cat([before[:, newest.shape[1] :], newest], dim=1)
         parts.append(part)
     return torch.cat(parts, dim=-1)
 
@@ -270,13 +289,14 @@ def _add_to_inputs(
     grad_inputs: ScanInputs, grad_tail: Tensor, grad_tail_after: Tensor, columns: Tensor | None
 ) -> None:
     """Add the gradient of `_tail` to those of the inputs and of the tail before, in place."""
-    rows, tail_size, _ = grad_tail.shape
-    slots = grad_inputs.query.shape[1]
+    tail_size = grad_tail.shape[1]
+    rows, slots, width = grad_inputs.query.shape
     if columns is None:
-        columns = torch.arange(slots, slots + tail_size).view(1, -1, 1).expand(rows, -1, -1)
-    parts = zip(grad_tail.chunk(3, dim=-1), grad_tail_after.chunk(3, dim=-1), grad_inputs, strict=False)
-    for of_tail, of_tail_after, of_stream in parts:
-        padded = of_stream.new_zeros(rows, tail_size + slots, of_stream.shape[-1])
+        columns = torch.arange(slots, slots + tail_size).view(1, -1, 1)
+    tails = grad_tail.chunk(3, dim=-1)
+    tails_after = grad_tail_after.chunk(3, dim=-1)
+    for of_tail, of_tail_after, of_stream in zip(tails, tails_after, grad_inputs[:3], strict=True):
+        padded = of_stream.new_zeros(rows, tail_size + slots, width)
         padded.scatter_add_(1, columns.expand_as(of_tail_after), of_tail_after)
         of_tail.add_(padded[:, :tail_size])
         of_stream.add_(padded[:, tail_size:])

@@ -42,8 +42,9 @@ class _Arguments(ctypes.Structure):
 
 def _by_head(x: Tensor) -> Tensor:
     """[B, T, W] or [B, T, H, W] as [B, T, H, W], with the W numbers side by side."""
-    by_head = x if x.ndim == 4 else x.unsqueeze(2)
-    return by_head if by_head.stride(-1) == 1 else by_head.contiguous()
+    if x.ndim == 3:
+        x = x.unsqueeze(2)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _run(epsilon: float, x: Tensor, out: Tensor, gate: Tensor, **tensors: Tensor) -> None:
@@ -53,12 +54,16 @@ def _run(epsilon: float, x: Tensor, out: Tensor, gate: Tensor, **tensors: Tensor
         return
     strided = {"x": _by_head(x), "out": _by_head(out), "gate": _by_head(gate)}
     *sizes, width = strided["x"].shape
-    arguments = _Arguments(sizes=_OUTER(*sizes), width=width, epsilon=epsilon, parts=_PARTS)
+    outer_sizes = _OUTER(*sizes)
+    arguments = _Arguments(sizes=outer_sizes, width=width, epsilon=epsilon, parts=_PARTS)
     set_addresses(arguments, strided | tensors)
     for name, tensor in strided.items():
-        setattr(arguments, f"{name}_strides", _OUTER(*tensor.stride()[:3]))
-    least = max(1, _LEAST_NUMBERS * _PARTS // x.numel())
-    run(function(_NAME, x.dtype), arguments, _PARTS, least)
+        *outer, _ = tensor.stride()
+        strides = _OUTER(*outer)
+        setattr(arguments, f"{name}_strides", strides)
+    compiled = function(_NAME, x.dtype)
+    least = _LEAST_NUMBERS * _PARTS // x.numel()
+    run(compiled, arguments, _PARTS, max(1, least))
 
 
 class _CompiledNorm(torch.autograd.Function):
@@ -66,7 +71,7 @@ class _CompiledNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon):
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape)
         scale = x.new_empty(x.shape[:-1])
         weight = weight.contiguous()
         _run(epsilon, x, out, gate, weight=weight, scale=scale)
@@ -78,7 +83,7 @@ class _CompiledNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out):
         x, weight, gate, scale = ctx.saved_tensors
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_x = x.new_empty(x.shape)
         grad_gate = torch.empty_like(grad_x)
         grad_weight = weight.new_zeros(_PARTS, len(weight))
         _run(
@@ -103,8 +108,18 @@ def gated_norm_compiled(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor 
         weight: [W], in the dtype of `x`.
         gate: as `x`.
     """
-    has_gate = gate is not None and gate.dtype == x.dtype and gate.shape == x.shape
-    fits = x.ndim in (3, 4) and x.shape[-1] * x.itemsize % VECTOR_BYTES == 0 and x.numel() > 0
-    if x.device.type != "cpu" or not has_gate or not fits or function(_NAME, x.dtype) is None:
+    if gate is None or not _runs_on(x, gate):
         return gated_norm_in_blocks(x, weight, epsilon, gate)
     return _CompiledNorm.apply(x, weight, gate, epsilon)
+
+
+def _runs_on(x: Tensor, gate: Tensor) -> bool:
+    """Whether the compiled norm computes these tensors."""
+    if gate.dtype != x.dtype or gate.shape != x.shape:
+        return False
+    if x.device.type != "cpu" or x.ndim not in (3, 4):
+        return False
+    bytes_of_row = x.shape[-1] * x.itemsize
+    if not x.numel() or bytes_of_row % VECTOR_BYTES:
+        return False
+    return function(_NAME, x.dtype) is not None

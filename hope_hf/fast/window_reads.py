@@ -68,26 +68,30 @@ def _add_gradients(
     window = band.window_keys
     sinks = band.sinks
     seen_values = _at(values, window)
-    window_columns = slice(None)
+    number_of_sinks = 0
     if sinks is not None:
         sink_values = _at(values, sinks)
         seen_values = torch.cat([sink_values, seen_values], dim=2)
         # a short text has fewer
-        sinks = slice(sink_values.shape[2])
-        window_columns = slice(sinks.stop, None)
+        number_of_sinks = sink_values.shape[2]
+        sinks = slice(number_of_sinks)
+    window_columns = slice(number_of_sinks, None)
     grad_band = _asked(grad_reads, band, keys)
-    grad_weights = torch.bmm(grad_band, seen_values.flatten(0, 1).mT)
+    values_of_heads = seen_values.flatten(0, 1)
+    grad_weights = torch.bmm(grad_band, values_of_heads.mT)
     grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
     # Sinks may be in the window, too: products are added in autograd's order.
     if sinks is not None:
         grad_sink_scores = _at(grad_scores, sinks)
+        sink_keys = _at(keys, sinks)
         sink_queries = _asked(streams.sink_queries, band, keys)
-        _set_queries(gradients.sink_queries, band, grad_sink_scores, _at(keys, sinks))
+        _set_queries(gradients.sink_queries, band, grad_sink_scores, sink_keys)
         _add_to_keys(gradients.keys, grad_sink_scores, sink_queries, 0, constant)
     grad_window_scores = _at(grad_scores, window_columns)
     window_weights = _at(weights, window_columns)
+    window_keys = _at(keys, window)
     queries = _asked(streams.queries, band, keys)
-    _set_queries(gradients.queries, band, grad_window_scores, _at(keys, window))
+    _set_queries(gradients.queries, band, grad_window_scores, window_keys)
     _add_to_keys(gradients.keys, grad_window_scores, queries, window.start, constant)
     _add_to_keys(gradients.values, window_weights, grad_band, window.start, constant)
     if sinks is not None:
@@ -109,7 +113,8 @@ def _asked(x: Tensor, band: Band, keys: Tensor) -> Tensor:
 
 def _set_queries(gradient: Tensor, band: Band, grad_scores: Tensor, keys: Tensor) -> None:
     """Write a band's part of a gradient [B, heads, T, D], from that of scores [B H, G q, k] of keys [B, H, k, D]."""
-    products = torch.bmm(grad_scores, keys.flatten(0, 1))
+    keys_of_heads = keys.flatten(0, 1)
+    products = torch.bmm(grad_scores, keys_of_heads)
     asked = gradient[:, :, band.start : band.stop]
     asked.copy_(products.view_as(asked))
 
@@ -125,9 +130,9 @@ def _add_to_keys(gradient: Tensor, factors: Tensor, operand: Tensor, start: int,
     stop = start + factors.shape[2]
     if first >= stop:
         return
-    learning = _at(factors, slice(first - start, None))
+    learning = factors[:, :, first - start :]
     products = torch.bmm(learning.mT, operand)
-    gradient_of_keys = _at(gradient, slice(first, stop))
+    gradient_of_keys = gradient[:, :, first:stop]
     gradient_of_keys += products.view_as(gradient_of_keys)
 
 
