@@ -45,7 +45,7 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo")
-    launch = Launch(STRATEGIES["full_shard" if world > 1 else "ddp"], world, world)
+    launch = Launch(STRATEGIES["full_shard" if world > 1 else "ddp"], world, world, on_cpu=True)
 
     def prepared(config: HopeConfig, options: StepOptions) -> Step:
         step = Step(config, launch, options, make_mesh(launch))

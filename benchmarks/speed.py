@@ -303,7 +303,7 @@ def recompute(options: argparse.Namespace) -> None:
     print("| `--gradient_checkpointing` | peak, GB | CPU seconds | over none |\n|---|---|---|---|")
     for setting, own in found.items():
         step = StepOptions(options.batch_size, options.tokens, checkpointing=setting)
-        peak = simulate(config, Launch(STRATEGIES["ddp"], 1, 1), step).peak
+        peak = simulate(config, Launch(STRATEGIES["ddp"], 1, 1, on_cpu=True), step).peak
         ratios = [value / none for value, none in zip(own, found["none"], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {setting} | {peak / 1e9:.3f} | {statistics.median(own):.2f} | {ratio} |", flush=True)

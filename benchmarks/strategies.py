@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -145,7 +145,8 @@ def plan(file: Path, ranks: int, batches: int, model: list[str]) -> tuple[Launch
         question = parse([*words, "--gradient_accumulation_steps", str(batches)])
     except ValueError:
         return None
-    return question.launch, settings(question)[0]
+    launch = replace(question.launch, on_cpu=not torch.cuda.is_available())
+    return launch, settings(replace(question, launch=launch))[0]
 
 
 def imports() -> float:

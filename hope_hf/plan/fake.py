@@ -56,11 +56,11 @@ def build(config, options: StepOptions) -> PreTrainedModel:
 
 
 @contextmanager
-def operators_of_torch() -> Iterator[None]:
-    """Build models that run on torch's operators: fake tensors run no kernels of GPUs."""
+def operators_of(on_cpu: bool) -> Iterator[None]:
+    """Build models that run what a launch on CPUs runs, or torch's operators: fake tensors run no kernels of GPUs."""
     asked = os.environ.get(KERNELS)
-    if asked != "plain":
-        os.environ[KERNELS] = "torch"
+    if asked not in ("plain", "torch"):
+        os.environ[KERNELS] = "auto" if on_cpu else "torch"
     try:
         yield
     finally:

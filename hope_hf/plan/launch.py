@@ -82,6 +82,7 @@ class Launch:
         parts: number of processes among which one replica is divided.
         precision: accelerate's mixed precision: "no", "bf16" or "fp16".
         checkpointing: whether the launch file switches recomputed blocks on.
+        on_cpu: whether the processes compute on CPUs, where HOPE's scan is compiled if there is a compiler.
     """
 
     strategy: Strategy
@@ -89,6 +90,7 @@ class Launch:
     parts: int
     precision: str = "no"
     checkpointing: bool = False
+    on_cpu: bool = False
 
     @property
     def replicas(self) -> int:
@@ -204,7 +206,8 @@ def read_launch_file(path: str | None, world_size: int | None, gradient_accumula
         )
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
         refuse(f": distributed_type is {kind}: write one of NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED")
-    launch = Launch(STRATEGIES["ddp"], processes, 1, precision)
+    on_cpu = kind == "MULTI_CPU" or _is_true(content.get("use_cpu"))
+    launch = Launch(STRATEGIES["ddp"], processes, 1, precision, on_cpu=on_cpu)
     if kind == "FSDP":
         launch = _fsdp(content, launch, refuse)
     if kind == "DEEPSPEED":

@@ -38,7 +38,7 @@ def mode_of(launch: Launch) -> Mode:
     """How a model computes under a launch."""
     strategy = launch.strategy
     is_cast = strategy.is_fsdp and strategy.gathers or strategy.engine == "deepspeed" and launch.precision == "fp16"
-    return Mode(launch.precision, is_cast and launch.precision != "no")
+    return Mode(launch.precision, is_cast and launch.precision != "no", launch.on_cpu)
 
 
 def parts_of(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
@@ -68,7 +68,7 @@ def _traced(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
         key = kind, is_recomputed
         if key not in traced:
             block = tracer.block(kind, is_recomputed, step.batch_size, step.block_size)
-            if is_hope(config) and config.mixers[index].expects_kernels(config):
+            if runs_on_kernels(config, launch, index):
                 keeps_mixer = recomputed.part != "mixer" and not is_recomputed
                 block = _less(block, _saved_by_kernels(config, shapes, step, mode, index), keeps_mixer)
             traced[key] = block
@@ -81,6 +81,11 @@ def _traced(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
     of_ends = ends.kept - 8 * step.batch_size * step.block_size
     of_blocks = sum(max(0, size - of_ends) for size in shared.values())
     return Parts(blocks, ends, of_blocks, is_estimate=False)
+
+
+def runs_on_kernels(config, launch: Launch, index: int) -> bool:
+    """Whether a layer's mixer will run on kernels of GPUs, which are not traced."""
+    return is_hope(config) and not launch.on_cpu and config.mixers[index].expects_kernels(config)
 
 
 def _tracer(config, shapes: Shapes, step: StepOptions, mode: Mode, part: str) -> Tracer:

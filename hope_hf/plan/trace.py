@@ -37,7 +37,7 @@ from .fake import (
     hidden_states_of,
     in_precision,
     kinds_of_layers,
-    operators_of_torch,
+    operators_of,
     parameters_of,
     with_layers,
     without_dropout,
@@ -134,12 +134,13 @@ class Tracker(TorchDispatchMode):
         live: bytes now.
         owned: of them, bytes by `owner`, the part of the model that was running.
         peaks: the largest `live` of each `phase`.
+        operators: how many ran.
     """
 
     def __init__(self, others: list[Tensor]):
         """`others`: tensors that are not counted, such as weights."""
         super().__init__()
-        self.live = 0
+        self.live = self.operators = 0
         self.owner = self.phase = "ends"
         self.owned: Counter[str] = Counter()
         self.peaks: Counter = Counter()
@@ -156,6 +157,7 @@ class Tracker(TorchDispatchMode):
         if function is torch.ops.prim.device.default:
             # Half of all calls: code asks where a tensor lies, which a fake one says by itself.
             return args[0].fake_device
+        self.operators += 1
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
@@ -348,10 +350,12 @@ class Mode:
         precision: accelerate's mixed precision: "no", "bf16" or "fp16".
         is_cast: whether its weights and the inputs of its blocks are cast (FSDP); otherwise autocast casts what
             matrices are multiplied with.
+        on_cpu: whether on a CPU, by code that is compiled for it where there is a compiler.
     """
 
     precision: str
     is_cast: bool
+    on_cpu: bool = False
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -368,7 +372,7 @@ class Tracer:
         kinds = list(dict.fromkeys(kinds_of_layers(config)))
         self._rounds = dict(zip(kinds_of_layers(config), _rounds(config), strict=True))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with operators_of_torch(), torch.random.fork_rng(devices=[]), self._fake:
+        with operators_of(mode.on_cpu), torch.random.fork_rng(devices=[]), self._fake:
             self._model = build(with_layers(without_dropout(config), kinds), options)
             recompute_activations(self._model, Recomputed(part))
             self._model.train()
@@ -379,6 +383,9 @@ class Tracer:
         self._form: list[int] = []
         self._passing = {kind: Passing(block, self._form) for kind, block in self._blocks.items()}
         self._traced: dict[tuple, Block | Ends] = {}
+        # By kind and tokens of a text, how many operators its block ran.
+        self._operators: dict[tuple[str, int], int] = {}
+        self._is_compiled: dict[str, bool] = {}
         # By tokens of a text, the rows that were asked for first.
         self._first_rows: dict[int, int] = {}
 
@@ -436,7 +443,19 @@ class Tracer:
             return tokens, tokens
         short, tokens_of_round = self._rounds[kind]
         longer = short + MORE_ROUNDS * tokens_of_round
-        return (tokens, tokens) if tokens <= longer else (short, longer)
+        if tokens <= longer or self.mode.on_cpu and self._takes_as_long(kind, short, longer):
+            return tokens, tokens
+        return short, longer
+
+    def _takes_as_long(self, kind: str, short: int, longer: int) -> bool:
+        """Whether a block runs as many operators for a longer text: compiled code goes over its rounds by itself."""
+        if kind not in self._is_compiled:
+            numbers = []
+            for tokens in (short, longer):
+                self._once(self._trace_block, kind, False, 1, tokens)
+                numbers.append(self._operators[kind, tokens])
+            self._is_compiled[kind] = numbers[0] == numbers[1]
+        return self._is_compiled[kind]
 
     def _trace(self, kind: str, is_recomputed: bool, rows: int, tokens: int, of_tokens: int) -> Block:
         """The trace of texts that stand for texts of `of_tokens` tokens: as large a share of chunks is recomputed."""
@@ -515,6 +534,7 @@ class Tracer:
             del hidden_states
             total.backward()
         self._forget(watch)
+        self._operators[kind, tokens] = tracker.operators
         passing.is_passing = True
         block.gradient_checkpointing = False
         return Block(

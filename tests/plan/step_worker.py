@@ -62,7 +62,7 @@ def allocated_peak(step: Step) -> int:
 def measure(task: dict, world: int) -> int:
     """The third and fourth step of a task: before them, torch fills its caches, and DDP makes its final buckets."""
     strategy = STRATEGIES[task["strategy"]]
-    launch = Launch(strategy, world, world if strategy.shared else 1, task["precision"])
+    launch = Launch(strategy, world, world if strategy.shared else 1, task["precision"], on_cpu=True)
     torch.manual_seed(0)
     config = AutoConfig.for_model(**task["config"])
     step = Step(config, launch, StepOptions(**task["options"]), make_mesh(launch))

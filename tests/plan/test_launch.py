@@ -57,6 +57,7 @@ def test_settings_inside_the_files(tmp_path):
     assert read(changed(tmp_path, "fsdp2.yaml", "fsdp_config", fsdp_activation_checkpointing=True)).checkpointing
     partly = read(changed(tmp_path, "deepspeed_zero2.yaml", "deepspeed_config", offload_optimizer_device="cpu"))
     assert partly.strategy.offloads < ALL
+    assert read(changed(tmp_path, "ddp.yaml", use_cpu=True)).on_cpu and not read(CONFIGS / "ddp.yaml").on_cpu
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ def test_short_texts_and_two_batches_stand_for_all(kind, fields, part, tokens, m
     assert of_fewer_rows == pytest.approx(whole, rel=0.02)
 
 
+def test_compiled_code_is_traced_over_the_whole_text(monkeypatch):
+    """Its blocks of 32 tokens are not cut like chunks of 20."""
+    monkeypatch.delenv("HOPE_KERNELS")
+    config = small_config("tiny", num_hidden_layers=1, memory_chunk_size=20)
+    launch, step = Launch(STRATEGIES["ddp"], 1, 1, on_cpu=True), StepOptions(4, 500)
+    planned = memory(config, shapes_of(config), launch, step)
+    assert planned.peak == pytest.approx(simulate(config, launch, step).peak, rel=0.001)
+
+
 SIZES = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=4, vocab_size=1024, num_attention_heads=4)
 
 

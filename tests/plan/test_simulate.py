@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import BATCHES, SMALL, small_config
+from step_worker import measure
 
 from hope_hf import HopeConfig
 from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions
@@ -76,6 +78,30 @@ def test_simulated_peaks_are_within_5_percent_of_real_ones(processes, tasks):
         assert abs(peak / real - 1) < 0.05, one
 
 
+# Width, layers, rows and tokens of models of 1, 10, 20 and 30 million parameters.
+MILLIONS = [(256, 4, 4, 512), (384, 5, 4, 512), (512, 5, 4, 512)]
+ON_CPU = [(128, 2, 1, 256), *(pytest.param(*case, marks=pytest.mark.long) for case in MILLIONS)]
+
+
+@pytest.mark.parametrize(("width", "layers", "rows", "tokens"), ON_CPU)
+def test_a_step_on_a_cpu_holds_what_is_planned_of_the_scan_in_cpp(width, layers, rows, tokens, monkeypatch):
+    monkeypatch.delenv("HOPE_KERNELS")
+    fields = {"hidden_size": width, "num_hidden_layers": layers, "level_intermediate_sizes": [1536]}
+    config = small_config("tiny", **fields)
+    options = {"batch_size": rows, "block_size": tokens}
+    step = StepOptions(**options)
+    launch = replace(SINGLE, on_cpu=True)
+    planned = memory(config, shapes_of(config), launch, step).peak
+    real = measure({"strategy": "ddp", "precision": "no", "config": SMALL["tiny"] | fields, "options": options}, 1)
+    print(f"{planned / 2**20:.1f} MiB planned, {real / 2**20:.1f} real, {real / planned - 1:+.2%}")
+    assert real == pytest.approx(planned, rel=0.005)
+    assert simulate(config, launch, step).peak == pytest.approx(planned, rel=0.005)
+    # elsewhere torch's operators are planned, which keep more
+    of_torch = memory(config, shapes_of(config), SINGLE, step).peak
+    assert of_torch > 1.02 * planned
+    assert simulate(config, SINGLE, step).peak == pytest.approx(of_torch, rel=0.005)
+
+
 def test_categories_shards_and_the_process_group():
     step, config = StepOptions(1, 16), small_config("tiny", num_hidden_layers=1)
     small = simulate(config, launch_of("full_shard", 4, "bf16"), step)
@@ -120,5 +146,6 @@ def test_what_is_not_simulated_has_a_reason(monkeypatch):
     assert "offloading" in can_simulate(llama, launch_of("fsdp_offload", 2))
     of_torch = memory(hope, shapes_of(hope), SINGLE, StepOptions(1, 2048)).peak
     monkeypatch.setenv("HOPE_KERNELS", "fla")
+    assert can_simulate(hope, replace(SINGLE, on_cpu=True)) is None
     assert "kernels" in can_simulate(hope, SINGLE) and can_simulate(HopeConfig(memory_rule="paper"), SINGLE) is None
     assert memory(hope, shapes_of(hope), SINGLE, StepOptions(1, 2048)).peak < of_torch

@@ -108,7 +108,14 @@ class Engine:
 
     def _launch(self, strategy: Strategy, parts: int, checkpointing: bool = False) -> Launch:
         accelerator = self.accelerator
-        return Launch(strategy, accelerator.num_processes, parts, accelerator.mixed_precision, checkpointing)
+        return Launch(
+            strategy,
+            accelerator.num_processes,
+            parts,
+            accelerator.mixed_precision,
+            checkpointing,
+            on_cpu=accelerator.device.type == "cpu",
+        )
 
     def adopt(self, model: PreTrainedModel, optimizer: LevelClock) -> "Engine":
         """Take model and optimizer as they are, without wrapping them."""

@@ -66,7 +66,13 @@ RUNNING = {
 def test_the_launch_of_an_engine_is_that_of_its_file(name):
     launch = RUNNING[name]().launch()
     written = read_launch_file(f"accelerate_configs/{name}.yaml", launch.world_size, 1)
-    assert launch == written
+    assert launch == written and not launch.on_cpu
+
+
+def test_a_launch_is_on_the_device_of_its_processes():
+    engine = plain("MULTI_CPU", 2)
+    engine.accelerator.device = torch.device("cpu")
+    assert engine.launch().on_cpu
 
 
 @pytest.mark.parametrize(
