@@ -4,9 +4,8 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from benchmarks.levels.bench import MB, Bench, mean, piece_of
+from benchmarks.levels.bench import Bench, mean, piece_of, process_mb
 from benchmarks.levels.reading import Reading, read_in_turn
-from benchmarks.measuring import resident_kib
 from hope_hf import HopeCache
 
 # Tokens of the book, of a call, and of the passage that measures the machine.
@@ -41,7 +40,7 @@ def book(bench: Bench) -> Iterator[dict]:
         of_passage = reading.seconds / len(passage)
         milliseconds.append(1000 * of_token)
         over_passage.append(of_token / of_passage)
-        resident.append(round(resident_kib("VmRSS") * 1024 / MB))
+        resident.append(process_mb())
     yield {
         "what": "learning",
         "tokens": len(ids),

@@ -71,13 +71,16 @@ def main(argv: list[str]) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
-    if unknown := [name for name in options.cases if name not in CASES]:
-        raise ValueError(f"{unknown[0]} is no case: name some of {', '.join(CASES)}.")
+    for name in options.cases:
+        if name not in CASES:
+            names = ", ".join(CASES)
+            raise ValueError(f"{name} is no case: name some of {names}.")
     if options.cases:
         bench = _bench(options)
         set_up_cpu(1)
         if options.read_on:
-            print(json.dumps(cases.read_on(bench, options.read_on)))
+            losses = cases.read_on(bench, options.read_on)
+            print(json.dumps(losses))
             return 0
         about = _about(bench)
         for name in options.cases:
@@ -85,17 +88,22 @@ def _main(options: argparse.Namespace) -> int:
                 row = {"case": name} | row
                 print(json.dumps(row), flush=True)
                 append(options.results, row | about)
-    rows = read_rows(options.results, lambda row: row | {"case": row["case"], "what": row["what"]}, "measurement")
+    rows = read_rows(options.results, _checked, "measurement")
     print(table(rows))
     if options.picture:
         draw(rows, options.picture)
     return 0
 
 
+def _checked(row: dict) -> dict:
+    """A row of the results file; KeyError if it has no case, or nothing that was measured."""
+    return row | {"case": row["case"], "what": row["what"]}
+
+
 def _bench(options: argparse.Namespace) -> Bench:
-    if options.model is None or options.data_dir is None:
-        missing = "--model" if options.model is None else "--data_dir"
-        raise ValueError(f"{missing} is missing: name a folder.")
+    for flag in ("model", "data_dir"):
+        if getattr(options, flag) is None:
+            raise ValueError(f"--{flag} is missing: name a folder.")
     if not (options.model / "config.json").is_file():
         raise ValueError(f"--model {options.model} has no config.json: name a folder of hope-hf convert.")
     if options.shorten < 1:
@@ -107,5 +115,11 @@ def _bench(options: argparse.Namespace) -> Bench:
 def _about(bench: Bench) -> dict:
     """Where the rows of a call come from."""
     facts = provenance()
-    facts["versions"] = {name: facts["versions"][name] for name in ("python", "torch", "transformers")}
-    return {"model": bench.model.name, "text": bench.novel.name, "dtype": bench.dtype, **origin(facts)}
+    versions = facts["versions"]
+    facts["versions"] = {name: versions[name] for name in ("python", "torch", "transformers")}
+    return {
+        "model": bench.model.name,
+        "text": bench.novel.name,
+        "dtype": bench.dtype,
+        **origin(facts),
+    }

@@ -33,7 +33,9 @@ class Reading:
         learn: bool = False,
         inside: Callable[[PreTrainedModel], AbstractContextManager] = nullcontext,
     ):
-        self.model, self.learn, self.inside = model, learn, inside
+        self.model = model
+        self.learn = learn
+        self.inside = inside
         self.cache = HopeCache(model.config)
         self.losses: list[float] = []
         """Mean loss of each piece, in nats per token."""
@@ -48,9 +50,10 @@ class Reading:
         self.losses.append(loss)
 
     def _loss(self, ids: Tensor) -> float:
-        flags = {"learn": True} if self.learn else {}
+        options = {"learn": True} if self.learn else {}
         with torch.no_grad(), self.inside(self.model):
-            return self.model(ids, labels=ids, cache=self.cache, skip_logits=True, **flags).loss.item()
+            output = self.model(ids, labels=ids, cache=self.cache, skip_logits=True, **options)
+        return output.loss.item()
 
 
 class TrainedReading(Reading):
@@ -63,9 +66,13 @@ class TrainedReading(Reading):
     """
 
     def __init__(self, model: PreTrainedModel, make_optimizer: Callable[[list[Tensor]], Optimizer]):
-        super().__init__(copy.deepcopy(model).requires_grad_(True), learn=True)
-        self.weights = list(self.model.parameters())
-        self.masters = [weight.detach().float().clone().requires_grad_() for weight in self.weights]
+        trained = copy.deepcopy(model).requires_grad_(True)
+        super().__init__(trained, learn=True)
+        self.weights = list(trained.parameters())
+        self.masters = []
+        for weight in self.weights:
+            master = weight.detach().float().clone()
+            self.masters.append(master.requires_grad_())
         self.optimizer = make_optimizer(self.masters)
 
     def _loss(self, ids: Tensor) -> float:
@@ -75,7 +82,8 @@ class TrainedReading(Reading):
         loss.backward()
         self.cache.detach_()
         for weight, master in zip(self.weights, self.masters, strict=True):
-            master.grad, weight.grad = weight.grad.float(), None
+            master.grad = weight.grad.float()
+            weight.grad = None
         self.optimizer.step()
         with torch.no_grad():
             for weight, master in zip(self.weights, self.masters, strict=True):

@@ -1,5 +1,7 @@
 """The table and the picture of the rows that benchmarks/levels.py wrote."""
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,153 +24,163 @@ LINES = {
 
 Found = dict[str, dict]
 """The rows of a case, by what they measure."""
+Lines = Iterator[tuple[str, str]]
+"""What was measured, and what was found."""
 
 
 def table(rows: list[dict]) -> str:
     """A line for each measure: what was found, and the case of the program that measures it."""
-    by_case: dict[str, Found] = {}
+    by_case: dict[str, Found] = defaultdict(dict)
     for row in rows:
-        name = " ".join(str(row[field]) for field in ("what", "of", "shots") if field in row)
-        by_case.setdefault(row["case"], {})[name] = row
+        labels = [row[field] for field in ("what", "of", "shots") if field in row]
+        name = " ".join(map(str, labels))
+        by_case[row["case"]][name] = row
     lines = ["| measure | found | case |", "| --- | --- | --- |"]
     for case, write in WRITERS.items():
         if case in by_case:
-            lines += [f"| {measure} | {found} | `{case}` |" for measure, found in write(by_case[case])]
+            for measure, found in write(by_case[case]):
+                lines.append(f"| {measure} | {found} | `{case}` |")
     return "\n".join(lines)
 
 
-def _novel(found: Found) -> list[tuple[str, str]]:
-    lines, frozen = [], found[FROZEN]
+def _novel(found: Found) -> Lines:
+    frozen = found[FROZEN]
     for name in (LEARNING, EVERYWHERE):
-        own = found[name]
-        lines += [
-            (f"{name}: loss of {own['tokens']:,} tokens", change(own, frozen, "loss")),
-            (f"{name}: last quarter", change(own, frozen, "last_quarter")),
-            (f"{name}: CPU time over reading", f"{own['cpu_seconds'] / frozen['cpu_seconds']:.2f}"),
-            (f"{name}: MB learned by a sequence", f"{own['learned_mb']:.1f}"),
-        ]
-    return lines
+        row = found[name]
+        yield "{what}: loss of {tokens:,} tokens".format_map(row), change(row, frozen, "loss")
+        yield f"{name}: last quarter", change(row, frozen, "last_quarter")
+        yield f"{name}: CPU time over reading", f"{times(row, frozen):.2f}"
+        yield f"{name}: MB learned by a sequence", "{learned_mb:.1f}".format_map(row)
 
 
-def _original(found: Found) -> list[tuple[str, str]]:
+def _original(found: Found) -> Lines:
     return _beside(f"{ORIGINAL}, {FROZEN}", found)
 
 
-def _widths(found: Found) -> list[tuple[str, str]]:
+def _widths(found: Found) -> Lines:
     return _beside(f"window of {WIDTHS[0]}, {FROZEN}", found)
 
 
-def _beside(name: str, found: Found) -> list[tuple[str, str]]:
+def _beside(name: str, found: Found) -> Lines:
     """A line for each reading: its losses and its time over those of the reading `name` of the same text."""
-    lines = []
     for row in found.values():
         first = found[f"{name} {row['of']}"]
-        loss, last_quarter = change(row, first, "loss"), change(row, first, "last_quarter")
-        seconds = f"{row['cpu_seconds'] / first['cpu_seconds']:.2f}"
-        measure = f"{row['of']}, {row['tokens']:,} tokens, {row['what']}"
-        lines.append((measure, f"{loss}; last quarter {last_quarter}; CPU time {seconds}"))
-    return lines
+        loss = change(row, first, "loss")
+        last_quarter = change(row, first, "last_quarter")
+        words = f"{loss}; last quarter {last_quarter}; CPU time {times(row, first):.2f}"
+        yield "{of}, {tokens:,} tokens, {what}".format_map(row), words
 
 
-def _long(found: Found) -> list[tuple[str, str]]:
-    frozen, own = found[FROZEN], found[LEARNING]
-    sizes = own["process_mb"]
-    drift = f"{frozen['beyond_8k'] - frozen['before_8k']:+.3f}"
-    return [
-        (f"{own['tokens']:,} tokens: loss beyond 8K", change(own, frozen, "beyond_8k")),
-        ("the same, frozen: loss beyond 8K less the loss before", drift),
-        ("the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"),
-    ]
+def _long(found: Found) -> Lines:
+    frozen, row = found[FROZEN], found[LEARNING]
+    drift = frozen["beyond_8k"] - frozen["before_8k"]
+    yield "{tokens:,} tokens: loss beyond 8K".format_map(row), change(row, frozen, "beyond_8k")
+    yield "the same, frozen: loss beyond 8K less the loss before", f"{drift:+.3f}"
+    yield process(row)
 
 
-def _book(found: Found) -> list[tuple[str, str]]:
+def _book(found: Found) -> Lines:
     (row,) = found.values()
-    sizes = row["process_mb"]
-    first_time, last_time = row["milliseconds"]
-    first_ratio, last_ratio = row["over_passage"]
-    measure = f"{row['tokens']:,} tokens of a book: CPU ms a token, first to last fifth"
-    return [
-        (measure, f"{first_time:.2f} to {last_time:.2f}"),
-        ("the same over a passage that is read in turn", f"{first_ratio:.3f} to {last_ratio:.3f}"),
-        ("the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"),
-    ]
+    measure = "{tokens:,} tokens of a book: CPU ms a token, first to last fifth"
+    yield measure.format_map(row), "{:.2f} to {:.2f}".format(*row["milliseconds"])
+    yield "the same over a passage that is read in turn", "{:.3f} to {:.3f}".format(*row["over_passage"])
+    yield process(row)
 
 
-def _segments(found: Found) -> list[tuple[str, str]]:
-    frozen, own = found[FROZEN], found[LEARNING]
-    lines = [(f"segment {name}", change(own["segments"], frozen["segments"], name)) for name in own["segments"]]
+def _segments(found: Found) -> Lines:
+    frozen, learning = found[FROZEN]["segments"], found[LEARNING]["segments"]
+    for segment in learning:
+        yield f"segment {segment}", change(learning, frozen, segment)
     for name, row in found.items():
-        (last,) = list(row["segments"].values())[-1:]
+        *_, last = row["segments"].values()
         forgotten = row["first_after_all"] - row["first_after_itself"]
-        words = f"{row['first_after_itself']:.4f} to {row['first_after_all']:.4f} ({forgotten:+.4f}); last {last:.4f}"
-        lines.append((f"first segment again, {name}", words))
-    return lines
+        words = "{first_after_itself:.4f} to {first_after_all:.4f}".format_map(row)
+        yield f"first segment again, {name}", f"{words} ({forgotten:+.4f}); last {last:.4f}"
 
 
-def _dynamic(found: Found) -> list[tuple[str, str]]:
-    lines = []
-    for name, row in found.items():
-        cost = row["cpu_seconds"] / found[FROZEN]["cpu_seconds"]
-        words = f"{row['loss']:.4f}, last quarter {row['last_quarter']:.4f}, CPU time {cost:.1f}"
-        lines.append((f"{row['tokens']:,} tokens, {name}", words))
-    return lines
-
-
-def _hostile(found: Found) -> list[tuple[str, str]]:
-    return [(f"after {name}: clean text over frozen", f"{100 * row['above']:+.2f} %") for name, row in found.items()]
-
-
-def _saved(found: Found) -> list[tuple[str, str]]:
-    return [
-        (f"saved as {name}, read on in a new process", f"{row['difference']:+.4f}; {row['file_mb']:.1f} MB")
-        for name, row in found.items()
-        if "difference" in row
-    ]
-
-
-def _classes(found: Found) -> list[tuple[str, str]]:
-    lines = []
+def _dynamic(found: Found) -> Lines:
     for row in found.values():
-        shots = f", {row['shots']} examples a class" if "shots" in row else ""
-        ends = f"first group {100 * row['first_group']:.0f}, last {100 * row['last_group']:.0f} %"
-        words = f"{100 * row['accuracy']:.0f} % right ({ends})"
-        lines.append((f"15 intents, {row['what']}{shots}", words))
-    return lines
+        words = "{loss:.4f}, last quarter {last_quarter:.4f}".format_map(row)
+        cost = times(row, found[FROZEN])
+        yield "{tokens:,} tokens, {what}".format_map(row), f"{words}, CPU time {cost:.1f}"
 
 
-def _own(found: Found) -> list[tuple[str, str]]:
-    lines = []
+def _hostile(found: Found) -> Lines:
+    for name, row in found.items():
+        percent = 100 * row["above"]
+        yield f"after {name}: clean text over frozen", f"{percent:+.2f} %"
+
+
+def _saved(found: Found) -> Lines:
+    for name, row in found.items():
+        if "difference" in row:
+            words = "{difference:+.4f}; {file_mb:.1f} MB".format_map(row)
+            yield f"saved as {name}, read on in a new process", words
+
+
+def _classes(found: Found) -> Lines:
+    for row in found.values():
+        measure = "15 intents, {what}"
+        if "shots" in row:
+            measure += ", {shots} examples a class"
+        shares = [100 * row[name] for name in ("accuracy", "first_group", "last_group")]
+        words = "{:.0f} % right (first group {:.0f}, last {:.0f} %)".format(*shares)
+        yield measure.format_map(row), words
+
+
+def _own(found: Found) -> Lines:
     for row in found.values():
         if "of" not in row:
-            lines.append(("own HOPE: rate found on validation text", f"{row['rate']:g}"))
-        elif row["what"] in (FROZEN_MEMORIES, LIVE_MEMORIES):
-            lines.append((f"own HOPE, {row['of']}, {row['what']}", f"{row['loss']:.4f}"))
+            yield "own HOPE: rate found on validation text", "{rate:g}".format_map(row)
+            continue
+        measure = "own HOPE, {of}, {what}".format_map(row)
+        if row["what"] in (FROZEN_MEMORIES, LIVE_MEMORIES):
+            yield measure, "{loss:.4f}".format_map(row)
         else:
             live = found[f"{LIVE_MEMORIES} {row['of']}"]
-            lines.append((f"own HOPE, {row['of']}, {row['what']}", change(row, live, "loss")))
-    return lines
+            yield measure, change(row, live, "loss")
 
 
-def _window(found: Found) -> list[tuple[str, str]]:
-    lines = []
-    for name, row in found.items():
-        far, near, sizes = row["through"], row["anew"], row["process_mb"]
-        beyond = f"{far:.4f}, and {near:.4f} where it begins anew every 8K ({far - near:+.4f})"
-        lines.append((f"{name}, {row['tokens']:,} tokens: loss beyond 8K", beyond))
-        lines.append(("the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"))
-    return lines
+def _window(found: Found) -> Lines:
+    for row in found.values():
+        difference = row["through"] - row["anew"]
+        words = "{through:.4f}, and {anew:.4f} where it begins anew every 8K".format_map(row)
+        yield "{what}, {tokens:,} tokens: loss beyond 8K".format_map(row), f"{words} ({difference:+.4f})"
+        yield process(row)
 
 
-WRITERS = {
-    "novel": _novel, "original": _original, "long": _long, "book": _book, "segments": _segments, "dynamic": _dynamic,
-    "hostile": _hostile, "saved": _saved, "classes": _classes, "own": _own, "window": _window,
+WRITERS: dict[str, Callable[[Found], Lines]] = {
+    "novel": _novel,
+    "original": _original,
+    "long": _long,
+    "book": _book,
+    "segments": _segments,
+    "dynamic": _dynamic,
+    "hostile": _hostile,
+    "saved": _saved,
+    "classes": _classes,
+    "own": _own,
+    "window": _window,
     "widths": _widths,
-}  # fmt: skip
+}
 
 
-def change(own: dict, other: dict, name: str) -> str:
+def change(row: dict, other: dict, name: str) -> str:
     """Both losses, and how much the first is above the second in per cent."""
-    return f"{other[name]:.4f} to {own[name]:.4f} ({100 * (own[name] / other[name] - 1):+.2f} %)"
+    loss, of_other = row[name], other[name]
+    percent = 100 * (loss / of_other - 1)
+    return f"{of_other:.4f} to {loss:.4f} ({percent:+.2f} %)"
+
+
+def times(row: dict, other: dict) -> float:
+    """CPU time of a reading over that of another one."""
+    return row["cpu_seconds"] / other["cpu_seconds"]
+
+
+def process(row: dict) -> tuple[str, str]:
+    """The line of the memory of the process."""
+    sizes = row["process_mb"]
+    return "the same: MB of the process, first to last", f"{sizes[0]:,} to {sizes[-1]:,}"
 
 
 def draw(rows: list[dict], picture: Path) -> None:
@@ -180,13 +192,16 @@ def draw(rows: list[dict], picture: Path) -> None:
         raise ValueError("--picture: the results file has no row of the case original: measure it first.")
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     losses, distances = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    original = smooth(found[f"{ORIGINAL}, {FROZEN}"]["by_piece"])
+    row_of_original = found[f"{ORIGINAL}, {FROZEN}"]
+    original = smooth(row_of_original["by_piece"])
     for name, (color, style, label) in LINES.items():
         row = found[name]
         values = smooth(row["by_piece"])
-        ends = torch.arange(SMOOTHED, SMOOTHED + len(values)) * row["piece"] / 1000
-        losses.plot(ends, values, style, color=color, label=label)
-        distances.plot(ends, 100 * (values / original - 1), style, color=color)
+        pieces = torch.arange(SMOOTHED, SMOOTHED + len(values))
+        thousands = pieces * row["piece"] / 1000
+        percent = 100 * (values / original - 1)
+        losses.plot(thousands, values, style, color=color, label=label)
+        distances.plot(thousands, percent, style, color=color)
     losses.set(ylabel="loss, nats per token")
     losses.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     distances.set(ylabel="over the original, %", xlabel="position in the novel, thousand tokens")
@@ -198,4 +213,6 @@ def draw(rows: list[dict], picture: Path) -> None:
 
 def smooth(values: list[float]) -> torch.Tensor:
     """Means over SMOOTHED neighbouring pieces."""
-    return torch.tensor(values).unfold(0, min(SMOOTHED, len(values)), 1).mean(-1)
+    size = min(SMOOTHED, len(values))
+    windows = torch.tensor(values).unfold(0, size, 1)
+    return windows.mean(-1)

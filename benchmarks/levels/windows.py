@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from transformers import AutoConfig
 
-from benchmarks.levels.bench import MB, Bench, mean, measured
+from benchmarks.levels.bench import Bench, compared, mean, measured, process_mb
 from benchmarks.levels.reading import Reading, frozen_and_learning, read_in_turn
-from benchmarks.measuring import resident_kib
 from hope_hf import HopeCache
 
 # Tokens of the texts that SmolLM2 was trained with, and of a piece.
@@ -25,10 +24,7 @@ def widths(bench: Bench) -> Iterator[dict]:
         for name, reading in frozen_and_learning(model).items():
             readings[f"window of {width}, {name}"] = reading
     ids = bench.ids("novel", bench.tokens(16_384))
-    piece = bench.tokens(PIECE)
-    read_in_turn(readings.values(), ids, piece)
-    for name, reading in readings.items():
-        yield {"what": name, "of": bench.novel.stem} | measured(reading, piece)
+    yield from compared(readings, ids, bench.tokens(PIECE), of=bench.novel.stem)
 
 
 def window(bench: Bench) -> Iterator[dict]:
@@ -37,18 +33,26 @@ def window(bench: Bench) -> Iterator[dict]:
     Later text is not as easy as earlier text, so losses are compared on the same tokens: those beyond the first 8K
     that are not within a window of such a beginning.
     """
-    trained, piece = bench.tokens(TRAINED), bench.tokens(PIECE)
+    trained = bench.tokens(TRAINED)
+    piece = bench.tokens(PIECE)
     layers = ["window_attention"] * AutoConfig.from_pretrained(bench.model).num_hidden_layers
     for size, sinks, tokens in WINDOWS:
-        model = bench.load(layer_types=layers, sliding_window=bench.tokens(size), attention_sinks=sinks)
+        width = bench.tokens(size)
+        model = bench.load(layer_types=layers, sliding_window=width, attention_sinks=sinks)
         ids = bench.ids("moby_dick", bench.tokens(tokens))
-        through, anew, resident = Reading(model), Reading(model), []
-        for start in range(0, len(ids), trained):
+        through = Reading(model)
+        anew = Reading(model)
+        resident = []
+        for text in ids.split(trained):
             anew.cache = HopeCache(model.config)
-            read_in_turn([through, anew], ids[start : start + trained], piece)
-            resident.append(round(resident_kib("VmRSS") * 1024 / MB))
-        within = bench.tokens(size) // piece
-        compared = [i for i in range(trained // piece, len(through.losses)) if i % (trained // piece) >= within]
-        losses = {"through": [through.losses[i] for i in compared], "anew": [anew.losses[i] for i in compared]}
+            read_in_turn([through, anew], text, piece)
+            resident.append(process_mb())
         row = {"what": f"window of {size}, {sinks} sinks"} | measured(through, piece) | {"process_mb": resident}
-        yield row | {name: mean(values) for name, values in losses.items()}
+        pieces = trained // piece
+        pieces_of_window = width // piece
+        for name, reading in {"through": through, "anew": anew}.items():
+            losses = []
+            for start in range(pieces, len(reading.losses), pieces):
+                losses += reading.losses[start + pieces_of_window : start + pieces]
+            row[name] = mean(losses)
+        yield row
