@@ -16,7 +16,7 @@ from .cache_hope import CACHE_NAME, HopeCache, Snapshot, takes_cache
 from .calls import check_inputs, check_rows, reads_frozen
 from .configuration_hope import HopeConfig
 from .documents import boundaries_of, check_mask, check_mask_values, later_begins
-from .recall import join_passages
+from .recall import Passage, join_passages
 
 logger = logging.get_logger(__name__)
 # Before 5.21, a prefill in chunks treats a filled cache as empty.
@@ -151,8 +151,8 @@ class HopeGenerationMixin(GenerationMixin):
         columns_read = int(cache.get_seq_length())
         tokens = input_ids[:, columns_read - mask.shape[1] :]
         mask_of_tokens = mask[:, columns_read:]
-        extended, extended_mask = _behind_passages(tokens, mask_of_tokens, cache, tokenizer)
-        self._require_window(extended.shape[1])
+        window = self.config.sliding_window
+        extended, extended_mask = _behind_passages(tokens, mask_of_tokens, cache, tokenizer, window)
         if streamer is not None:
             streamer = _StreamerOfPrompt(streamer, input_ids)
         more = extended.shape[1] - input_ids.shape[1]
@@ -216,15 +216,6 @@ class HopeGenerationMixin(GenerationMixin):
             elif getattr(self.generation_config, name):
                 kwargs[name] = getattr(self.generation_config, name) + more
         return config, kwargs
-
-    def _require_window(self, length: int) -> None:
-        """ValueError if a prompt of this length with its passages is longer than the attention's window."""
-        window = self.config.sliding_window
-        if "window_attention" in self.config.layer_types and length > window:
-            raise ValueError(
-                f"the prompt with the passages has {length} tokens, and the window {window}: the passages would have "
-                "left it before the answer, so shorten the prompt, or leave recall out"
-            )
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -348,24 +339,42 @@ def _require_recall(cache, tokenizer, input_ids) -> None:
 
 
 def _behind_passages(
-    tokens: Tensor, mask: Tensor, cache: HopeCache, tokenizer: PreTrainedTokenizerBase
+    tokens: Tensor, mask: Tensor, cache: HopeCache, tokenizer: PreTrainedTokenizerBase, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Prompts [B, N] behind the passages that fit them best, padded in front, and their mask."""
+    """Prompts [B, N] behind the passages that fit them best, padded in front, and their mask.
+
+    Raises:
+        ValueError: a prompt and the best passage for it do not fit into the attention's window.
+    """
     rows = []
     for row, (tokens_of_row, real) in enumerate(zip(tokens, mask.bool(), strict=True)):
         prompt = tokens_of_row[real]
         question = tokenizer.decode(prompt, skip_special_tokens=True)
         passages = cache.recall(question, tokenizer, row=row)
-        # special tokens that a passage spells are text
-        context = tokenizer(join_passages(passages), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        rows.append(torch.cat([prompt.new_tensor(context), prompt]))
+        ids = _behind(passages, prompt, tokenizer)
+        # the best one alone is better than none
+        while window is not None and len(passages) > 1 and len(ids) > window:
+            passages.pop()
+            ids = _behind(passages, prompt, tokenizer)
+        rows.append(ids)
     longest = max(map(len, rows))
+    if window is not None and longest > window:
+        raise ValueError(
+            f"the prompt with the passages has {longest} tokens, and the window {window}: the passages would have "
+            "left it before the answer, so shorten the prompt, or leave recall out"
+        )
     extended = tokens.new_zeros(len(rows), longest)
     extended_mask = mask.new_zeros(len(rows), longest)
     for row, ids in enumerate(rows):
         extended[row, longest - len(ids) :] = ids
         extended_mask[row, longest - len(ids) :] = 1
     return extended, extended_mask
+
+
+def _behind(passages: list[Passage], prompt: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """A prompt [N] behind passages, in which special tokens that they spell are text."""
+    context = tokenizer(join_passages(passages), add_special_tokens=False, split_special_tokens=True)
+    return torch.cat([prompt.new_tensor(context["input_ids"]), prompt])
 
 
 class _StreamerOfPrompt(BaseStreamer):

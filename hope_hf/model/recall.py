@@ -194,19 +194,20 @@ class PassageIndex:
         return " OR ".join(rare or common)
 
     def _best(self, query: str, pieces: int) -> list[Passage]:
-        """The best passages of a query of FTS5."""
-        passages: list[Passage] = []
+        """The best passages of a query of FTS5; of those that say the same, as of a text read twice, one."""
+        passages: dict[str, Passage] = {}
         for number, rank in self._database.execute(_SEARCH, (query,)):
             if len(passages) == pieces:
                 break
             span = self._spans[number]
             ids = self._indexed[span.start : span.stop] % BEGINS
             text = self._text_of(ids.tolist())
+            words = text.strip()
             passage = Passage(text, span.start, span.stop, score=-rank)
-            overlaps = map(passage.overlaps, passages)
-            if not any(overlaps):
-                passages.append(passage)
-        return passages
+            overlaps = map(passage.overlaps, passages.values())
+            if words not in passages and not any(overlaps):
+                passages[words] = passage
+        return list(passages.values())
 
 
 def _new_database():

@@ -551,6 +551,30 @@ def test_options_of_generate_do_not_see_the_passages(tiny_model, english, byte_t
     assert tokens[0].tolist() == [*question[0].tolist(), letter, letter]
 
 
+def test_text_read_twice_is_recalled_once(reader, english):
+    cache = reader(TEXT)
+    expected = texts_of(cache.recall("queen likes fish", english, tokens=8))
+    assert len(expected) == 2
+    reader(f" {TEXT}", cache)
+    assert texts_of(cache.recall("queen likes fish", english, tokens=8)) == expected
+
+
+@pytest.mark.parametrize("window, count", [(140, 2), (80, 1)])
+def test_the_best_passage_alone_is_read_in_a_short_window(tiny_model, english, window, count):
+    model = tiny_model(**WINDOW | {"sliding_window": window})
+    text = TEXT + " His dog sleeps." * 20 + " A queen sees a ship." + " An old dog sleeps." * 20
+    cache = read(model, english(text, return_tensors="pt").input_ids)
+    question = " queen sees ship"
+    prompt = english(question, return_tensors="pt").input_ids
+    passages = cache.recall(question, english)
+    assert len(passages) == 2
+    context = english(join_passages(passages[:count]), return_tensors="pt").input_ids
+    calls = []
+    model.register_forward_pre_hook(lambda _, args, options: calls.append(options), with_kwargs=True)
+    model.generate(prompt, cache=cache, tokenizer=english, recall=True, max_new_tokens=1)
+    assert calls[0]["input_ids"].tolist() == torch.cat([context, prompt], dim=1).tolist()
+
+
 def test_special_tokens_that_a_passage_spells_are_text(tiny_model, byte_tokenizer):
     text = "A king ends a letter with <end> and likes soup."
     ids = byte_tokenizer(text, return_tensors="pt").input_ids
