@@ -82,8 +82,10 @@ class PassageIndex:
 
     def is_of(self, tokenizer: PreTrainedTokenizerBase, row: Tensor) -> bool:
         """Whether this tokenizer made the index, and a row [T] of an archive begins with what was indexed."""
+        if tokenizer is not self.tokenizer:
+            return False
         begin = row[: len(self._indexed)]
-        return tokenizer is self.tokenizer and torch.equal(begin, self._indexed)
+        return torch.equal(begin, self._indexed)
 
     def grow(self, row: Tensor) -> None:
         """Index what a row [T] of an archive holds behind what was indexed.
@@ -96,13 +98,16 @@ class PassageIndex:
             return
         readable = self._readable(row)
         self._find_ends(readable[indexed:])
-        # the last passage may go on
-        begin = self._spans.pop().start if self._spans else 0
+        begin = 0
+        if self._spans:
+            # it may go on
+            last = self._spans.pop()
+            begin = last.start
         for start, ids in documents_of(readable[begin:]):
-            document = begin + start
             for span in spans_of_passages(ids, self._ends, self.tokens):
-                first = document + span.start
-                self._add(first, ids[span.start : span.stop])
+                first = begin + start + span.start
+                ids_of_passage = ids[span.start : span.stop]
+                self._add(first, ids_of_passage)
         self._indexed = row
 
     def _add(self, first: int, ids: list[int]) -> None:
@@ -125,13 +130,14 @@ class PassageIndex:
         Raises:
             ValueError: it lacks so many that the text was read with another one.
         """
-        has_token = row != EMPTY
         ids = row % BEGINS
+        has_token = row != EMPTY
         lacks = has_token & (ids >= len(self.tokenizer))
         if not lacks.any():
             return row
         lacks &= ids >= self._vocabulary
-        if _LACKED * lacks.sum() > has_token.sum():
+        most = has_token.sum() / _LACKED
+        if lacks.sum() > most:
             raise ValueError(
                 f"the cache has read tokens that the tokenizer, which has {self._vocabulary:,}, does not have: give "
                 "the one of the model that read the text"
@@ -146,9 +152,11 @@ class PassageIndex:
 
     def _find_ends(self, columns: Tensor) -> None:
         """Add to the tokens that end a sentence or a line those of columns [N]."""
-        ids = columns[columns != EMPTY] % BEGINS
+        has_token = columns != EMPTY
+        ids = columns[has_token] % BEGINS
         tokens = set(ids.unique().tolist())
-        for token in tokens - self._seen:
+        new = tokens - self._seen
+        for token in new:
             text = self._text_of([token])
             if _END.search(text):
                 self._ends.add(token)
@@ -171,7 +179,8 @@ class PassageIndex:
         names = self._any_of(capitals)
         passages = []
         if names:
-            passages = self._best(f"({names}) AND ({query})", pieces)
+            with_a_name = f"({names}) AND ({query})"
+            passages = self._best(with_a_name, pieces)
         if query and not passages:
             passages = self._best(query, pieces)
         return passages
@@ -186,7 +195,8 @@ class PassageIndex:
         common = []
         terms = chain.from_iterable(map(_terms, words))
         for term in dict.fromkeys(terms):
-            (count,) = self._database.execute(_COUNT, (term,)).fetchone()
+            counted = self._database.execute(_COUNT, (term,))
+            (count,) = counted.fetchone()
             if count > most:
                 common.append(term)
             elif count:
@@ -196,12 +206,14 @@ class PassageIndex:
     def _best(self, query: str, pieces: int) -> list[Passage]:
         """The best passages of a query of FTS5; of those that say the same, as of a text read twice, one."""
         passages: dict[str, Passage] = {}
-        for number, rank in self._database.execute(_SEARCH, (query,)):
+        ranked = self._database.execute(_SEARCH, (query,))
+        for number, rank in ranked:
             if len(passages) == pieces:
                 break
             span = self._spans[number]
-            ids = self._indexed[span.start : span.stop] % BEGINS
-            text = self._text_of(ids.tolist())
+            columns = self._indexed[span.start : span.stop]
+            ids = (columns % BEGINS).tolist()
+            text = self._text_of(ids)
             words = text.strip()
             passage = Passage(text, span.start, span.stop, score=-rank)
             overlaps = map(passage.overlaps, passages.values())
@@ -300,6 +312,7 @@ def _with_spaces(text: str) -> str:
 def _terms(word: str) -> list[str]:
     """A word for FTS5: itself, or, in a script without spaces, each two of its characters."""
     parts = [word.lower()]
-    if len(word) > 2 and _CHARACTERS.match(word):
+    has_characters = _CHARACTERS.match(word)
+    if has_characters and len(word) > 2:
         parts = map("".join, pairwise(word))
     return [f'"{_with_spaces(part)}"' for part in parts]
