@@ -86,12 +86,15 @@ def read_text(conversation: Conversation, path: str, text: str, compare: bool = 
     with conversation.turn(), torch.no_grad():
         if unread:
             conversation.model(conversation.as_input(unread), cache=cache, logits_to_keep=1)
+        # no passage is of two files, or of a file and what is said about it
+        cache.archive.begin_document()
         reader = _Reader("levels learn" if conversation.learn else "reading", cache, conversation.learn)
         readers = [reader]
         if compare:
             readers.append(_Reader("frozen", copy.deepcopy(cache).reset_levels(), learn=False))
         levels_before = cache.levels
         _read(conversation, readers, ids, name)
+        cache.archive.begin_document()
         conversation.transcript = Transcript(begins=cache.get_seq_length())
         conversation.last = Turn(len(ids), 0, reader.seconds)
     rows = [reader.row for reader in readers]

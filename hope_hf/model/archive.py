@@ -39,11 +39,16 @@ class Archive(CachePart):
         """Drop all tokens."""
         # [B, T] of int32. It is replaced, never changed, so that snapshots share it.
         self._tokens: Tensor | None = None
+        self._begins_a_document = False
 
     def stop(self) -> None:
         """Drop all tokens, and keep none from now on."""
         self.is_kept = False
         self.reset()
+
+    def begin_document(self) -> None:
+        """Take the tokens that are added next for a document of their own, such as another file."""
+        self._begins_a_document = True
 
     def add(
         self,
@@ -72,6 +77,12 @@ class Archive(CachePart):
                 tokens = torch.where(position_ids == 0, tokens + BEGINS, tokens)
             if padding is not None:
                 tokens = torch.where(padding.bool(), tokens, EMPTY)
+        if self._begins_a_document:
+            # a row that begins with padding begins a document anyway
+            begin = tokens[:, :1]
+            is_marked = (begin == EMPTY) | (begin >= BEGINS)
+            begin += torch.where(is_marked, 0, BEGINS)
+            self._begins_a_document = False
         if self._tokens is not None:
             # a cache from a file is on the CPU
             earlier = self._tokens.to(tokens.device)

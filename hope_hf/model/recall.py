@@ -31,8 +31,6 @@ _CHARACTERS = re.compile(_CHARACTER)
 _WORD = re.compile(rf"{_CHARACTER}+|(?:(?!{_CHARACTER})\w)+")
 # A text of which the tokenizer lacks one token in so many was read with another one.
 _LACKED = 10
-# Passages of which one holds so many letters of another's end, or the quarter of it, are of one text.
-_LETTERS = 64
 # The end of a token that ends a sentence or a line.
 _END = re.compile(r"[.!?。！？؟।]['\"”’)」』]*\s*$|\n")
 
@@ -60,13 +58,6 @@ class Passage(NamedTuple):
     def overlaps(self, other: "Passage") -> bool:
         """Whether both hold a token."""
         return self.start < other.stop and other.start < self.stop
-
-    def repeats(self, other: "Passage") -> bool:
-        """Whether both hold a token, or one end of this one stands in the other, as in a text that was read twice."""
-        words = self.text.strip()
-        size = max(_LETTERS, len(words) // 4)
-        holds_an_end = words[:size] in other.text or words[-size:] in other.text
-        return holds_an_end or self.overlaps(other)
 
 
 class PassageIndex:
@@ -213,8 +204,8 @@ class PassageIndex:
         return " OR ".join(rare or common)
 
     def _best(self, query: str, pieces: int) -> list[Passage]:
-        """The best passages of a query of FTS5; none of those that repeat another one."""
-        passages: list[Passage] = []
+        """The best passages of a query of FTS5; of those with the same words, as of a text read twice, one."""
+        passages: dict[str, Passage] = {}
         ranked = self._database.execute(_SEARCH, (query,))
         for number, rank in ranked:
             if len(passages) == pieces:
@@ -223,11 +214,12 @@ class PassageIndex:
             columns = self._indexed[span.start : span.stop]
             ids = (columns % BEGINS).tolist()
             text = self._text_of(ids)
+            words = text.strip()
             passage = Passage(text, span.start, span.stop, score=-rank)
-            repeats = map(passage.repeats, passages)
-            if not any(repeats):
-                passages.append(passage)
-        return passages
+            overlaps = map(passage.overlaps, passages.values())
+            if words not in passages and not any(overlaps):
+                passages[words] = passage
+        return list(passages.values())
 
 
 def _new_database():

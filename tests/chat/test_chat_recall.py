@@ -8,6 +8,7 @@ from tokenizers import decoders
 
 from hope_hf.chat import conversation as module
 from hope_hf.chat.reading import read_text
+from hope_hf.model.archive import BEGINS
 
 # Two passages, of which the first one alone has w10, and the end alone w58.
 TEXT = " ".join(["w10 w11 w12", *["w20 w21 w22 w23"] * 24, "w57 w58"])
@@ -49,7 +50,9 @@ def test_passages_do_not_stay(conversation, tokenizer, model, template, learn):
     _, ids = by_hand._continued("w10")
     answer = recalls.say("w10")
     assert recalls.sources and "w10" in recalls.sources[0].text
-    new = recalls.cache.archive.tokens[0, tokens_before:].tolist()
+    # the conversation is a document of its own
+    begin, *later = recalls.cache.archive.tokens[0, tokens_before:].tolist()
+    new = [begin - BEGINS, *later]
     assert new[: len(ids)] == unread + ids
     assert tokenizer.decode(new[len(ids) :] + list(recalls.transcript.unread), skip_special_tokens=True) == answer
     by_hand._read(ids, learn)
@@ -77,6 +80,16 @@ def test_a_conversation_is_not_searched_and_its_text_stays_whole(conversation):
     read_text(recalls, "book", "w30 w31 w32")
     assert "w40" in found_by(recalls, "w40")
     assert "w31" in found_by(recalls, "w31")
+
+
+def test_passages_are_of_one_file(conversation):
+    """Also of a file that is read again: its best passage is found once."""
+    recalls = conversation(recall=True)
+    read_text(recalls, "book", TEXT)
+    read_text(recalls, "letter", "w30 w31 w32")
+    assert found_by(recalls, "w31") == "w30 w31 w32"
+    read_text(recalls, "letter", "w30 w31 w32")
+    assert found_by(recalls, "w32") == "w30 w31 w32"
 
 
 def test_an_interrupted_answer_changes_nothing(conversation, monkeypatch):

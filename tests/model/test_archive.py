@@ -552,12 +552,33 @@ def test_options_of_generate_do_not_see_the_passages(tiny_model, english, byte_t
 
 
 @pytest.mark.parametrize("tokens", [8, 14])
-def test_text_read_twice_is_recalled_once(reader, english, tokens):
-    """Also where the passages of the second time begin at other sentences."""
+def test_document_read_twice_is_recalled_once(reader, english, tokens):
     cache = reader(TEXT)
     expected = texts_of(cache.recall("queen likes fish", english, tokens))
+    cache.archive.begin_document()
     reader(f" {TEXT}", cache)
     assert texts_of(cache.recall("queen likes fish", english, tokens)) == expected
+
+
+def test_texts_that_are_named_documents_are_not_joined(tiny_model):
+    """With an earlier state of the cache, and where a row begins with padding."""
+    model = tiny_model()
+    ids = random_ids(2, 4)
+    cache = read(model, ids)
+    before = cache.snapshot()
+    cache.archive.begin_document()
+    mask = torch.tensor([[1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    later = random_ids(2, 3, seed=2)
+    read(model, later, cache, attention_mask=mask)
+    read(model, later[:, :1], cache, attention_mask=torch.cat([mask, mask[:, :1]], dim=1))
+    end = later[:, 0].tolist()
+    assert ids_of(cache) == [
+        [ids[0].tolist(), [*later[0, 1:].tolist(), end[0]]],
+        [ids[1].tolist(), [*later[1].tolist(), end[1]]],
+    ]
+    cache.rollback(before)
+    read(model, later, cache)
+    assert ids_of(cache)[1] == [[*ids[1].tolist(), *later[1].tolist()]]
 
 
 @pytest.mark.parametrize("window, count", [(140, 2), (80, 1)])
