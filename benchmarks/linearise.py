@@ -425,20 +425,35 @@ def report(table: str, *rows: dict) -> None:
         print(json.dumps({"table": table, **rounded}), flush=True)
 
 
-def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_test_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the model, the texts and the test's facts."""
     parser.add_argument("--model", required=True, help="a converted model, all of whose layers have a window")
     parser.add_argument("--novel", required=True, help="its first fifth trains, its last half holds the test's facts")
     parser.add_argument("--text", required=True, help="another text that trains")
+    parser.add_argument("--form", choices=tuple(FORMS), default="cloze", help="of asking")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--test_seeds", type=int, nargs="+", default=[42, 43])
+
+
+def texts_of(tokenizer, args: argparse.Namespace) -> tuple[str, list[TextWithFacts]]:
+    """The text that trains, and the test's texts."""
+    novel = Path(args.novel).read_text(encoding="utf-8")
+    other_text = Path(args.text).read_text(encoding="utf-8")
+    first_fifth = novel[: len(novel) // 5]
+    last_half = novel[len(novel) // 2 :]
+    tests = [text_with_facts(tokenizer, last_half, TEST_LENGTH, seed) for seed in args.test_seeds]
+    return f"{first_fifth}\n\n{other_text}", tests
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_test_flags(parser)
     parser.add_argument("--layers", type=int, nargs="+", help="default: the third of them that lacks most")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a training text")
     parser.add_argument("--measure_at", type=int, nargs="*", default=[25_000, 50_000, 100_000], help="training tokens")
     parser.add_argument("--passes", type=int, default=2, help="steps on each training text")
     parser.add_argument("--learning_rate", type=float, default=1e-2)
     parser.add_argument("--asked_weight", type=float, default=1.0, help="of tokens before answers in the loss")
-    parser.add_argument("--form", choices=tuple(FORMS), default="cloze", help="of asking")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--test_seeds", type=int, nargs="+", default=[42, 43])
     return parser.parse_args(words)
 
 
@@ -471,15 +486,10 @@ def main(words: list[str] | None = None) -> None:
     args = parse(words)
     source = HopeForCausalLM.from_pretrained(args.model).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    novel = Path(args.novel).read_text(encoding="utf-8")
-    other_text = Path(args.text).read_text(encoding="utf-8")
-    first_fifth = novel[: len(novel) // 5]
-    last_half = novel[len(novel) // 2 :]
-    training_text = f"{first_fifth}\n\n{other_text}"
+    training_text, tests = texts_of(tokenizer, args)
     contexts = Contexts(tokenizer, training_text, args.context, args.seed)
     held_out = Contexts(tokenizer, training_text, args.context, args.seed + 1000)
     held_out_contexts = [held_out.make(), held_out.make()]
-    tests = [text_with_facts(tokenizer, last_half, TEST_LENGTH, seed) for seed in args.test_seeds]
     rows = mean_table([table_of_layers(source, context) for context in held_out_contexts])
     report("layers", *rows)
     rows.sort(key=lambda row: row["lacks"], reverse=True)

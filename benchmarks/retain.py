@@ -13,19 +13,16 @@ Axes: B row, T token, G head of keys, H head of queries, D head width.
 import argparse
 import heapq
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from linearise import TEST_LENGTH, Contexts, measure, report, with_kinds
+from linearise import Contexts, add_test_flags, measure, report, texts_of, with_kinds
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu, scaled_dot_product_attention
 from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hope_hf import HopeForCausalLM
-from hope_hf.evaluation.recall.answers import FORMS
-from hope_hf.evaluation.recall.facts import text_with_facts
 from hope_hf.model.mixers import register
 from hope_hf.model.window_attention import HopeWindowAttention
 
@@ -115,21 +112,21 @@ class WindowThatKeeps(HopeWindowAttention):
 
     def _lowest_kept(self, scores: Tensor, count: int) -> Tensor:
         """Score of the worst token that a head keeps, at each of the last `count` queries; -inf while it keeps all."""
-        window = self.config.sliding_window
-        sinks = self.config.attention_sinks
-        all_scores = scores.tolist()
-        first_query = len(all_scores) - count
-        best: list[float] = []
+        first_query = len(scores) - count
+        # tokens before it have left at earlier queries
+        begin = max(self.config.attention_sinks, first_query - self.config.sliding_window)
+        left_before = scores[self.config.attention_sinks : begin]
+        best = left_before.topk(min(self.kept, len(left_before))).values.tolist()
+        heapq.heapify(best)
         lowest = torch.full((count,), -torch.inf)
-        for query in range(len(all_scores)):
-            leaving = query - window
-            if leaving < sinks:
-                continue
-            heapq.heappush(best, all_scores[leaving])
+        for index in range(count):
+            leaving = first_query + index - self.config.sliding_window
+            if leaving >= begin:
+                heapq.heappush(best, float(scores[leaving]))
             if len(best) > self.kept:
                 heapq.heappop(best)
-            if query >= first_query and len(best) == self.kept:
-                lowest[query - first_query] = best[0]
+            if len(best) == self.kept:
+                lowest[index] = best[0]
         return lowest
 
     @staticmethod
@@ -205,16 +202,11 @@ def learn(scores: Scores, inputs: Tensor, highest: Tensor) -> None:
 
 def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a converted model, all of whose layers have a window")
-    parser.add_argument("--novel", required=True, help="its first fifth trains, its last half holds the test's facts")
-    parser.add_argument("--text", required=True, help="another text that trains")
+    add_test_flags(parser)
     parser.add_argument("--layers", type=int, nargs="+", default=[5, 6, 7, 10, 14, 17, 18, 20, 23, 26])
     parser.add_argument("--contexts", type=int, default=18, help="training texts")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a training text")
     parser.add_argument("--kept", type=int, nargs="+", default=[512], help="tokens that each head of keys keeps")
-    parser.add_argument("--form", choices=tuple(FORMS), default="cloze", help="of asking")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--test_seeds", type=int, nargs="+", default=[42, 43])
     return parser.parse_args(words)
 
 
@@ -223,11 +215,8 @@ def main(words: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     source = HopeForCausalLM.from_pretrained(args.model).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    novel = Path(args.novel).read_text(encoding="utf-8")
-    other_text = Path(args.text).read_text(encoding="utf-8")
-    first_fifth = novel[: len(novel) // 5]
-    last_half = novel[len(novel) // 2 :]
-    contexts = Contexts(tokenizer, f"{first_fifth}\n\n{other_text}", args.context, args.seed)
+    training_text, tests = texts_of(tokenizer, args)
+    contexts = Contexts(tokenizer, training_text, args.context, args.seed)
     inputs = {layer: [] for layer in args.layers}
     highest = {layer: [] for layer in args.layers}
     for _ in range(args.contexts):
@@ -239,7 +228,6 @@ def main(words: list[str] | None = None) -> None:
     for layer, mixer in zip(args.layers, mixers, strict=True):
         mixer.scores.requires_grad_(True)
         learn(mixer.scores, torch.cat(inputs[layer]), torch.cat(highest[layer]))
-    tests = [text_with_facts(tokenizer, last_half, TEST_LENGTH, seed) for seed in args.test_seeds]
     for kept in args.kept:
         for mixer in mixers:
             mixer.kept = kept
