@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hope_hf.common.precision import LOW_PRECISION
 
-from .launch import StepOptions
+from .launch import Launch, StepOptions
 
 # The variable that chooses the code of HOPE's operations.
 KERNELS = "HOPE_KERNELS"
@@ -45,6 +45,11 @@ def kinds_of_layers(config) -> list[str]:
     """The kind of each layer; "block" where the config names none."""
     kinds = getattr(config, "layer_types", None)
     return list(kinds) if kinds else ["block"] * config.num_hidden_layers
+
+
+def runs_on_kernels(mixer, config, launch: Launch) -> bool:
+    """Whether layers with this mixer of HOPE will run on kernels of GPUs, which fake tensors do not."""
+    return not launch.on_cpu and mixer.expects_kernels(config)
 
 
 def build(config, options: StepOptions) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from hope_hf.common.models import is_hope
 from hope_hf.common.recompute_flag import parse_recomputed
 
 from .estimate import estimated_blocks, estimated_ends
-from .fake import kinds_of_layers
+from .fake import kinds_of_layers, runs_on_kernels
 from .launch import Launch, StepOptions
 from .shapes import Shapes
 from .trace import Block, Ends, Mode, Tracer
@@ -68,7 +68,7 @@ def _traced(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
         key = kind, is_recomputed
         if key not in traced:
             block = tracer.block(kind, is_recomputed, step.batch_size, step.block_size)
-            if runs_on_kernels(config, launch, index):
+            if is_hope(config) and runs_on_kernels(config.mixers[index], config, launch):
                 keeps_mixer = recomputed.part != "mixer" and not is_recomputed
                 block = _less(block, _saved_by_kernels(config, shapes, step, mode, index), keeps_mixer)
             traced[key] = block
@@ -81,11 +81,6 @@ def _traced(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
     of_ends = ends.kept - 8 * step.batch_size * step.block_size
     of_blocks = sum(max(0, size - of_ends) for size in shared.values())
     return Parts(blocks, ends, of_blocks, is_estimate=False)
-
-
-def runs_on_kernels(config, launch: Launch, index: int) -> bool:
-    """Whether a layer's mixer will run on kernels of GPUs, which are not traced."""
-    return is_hope(config) and not launch.on_cpu and config.mixers[index].expects_kernels(config)
 
 
 def _tracer(config, shapes: Shapes, step: StepOptions, mode: Mode, part: str) -> Tracer:

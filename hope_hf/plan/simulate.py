@@ -32,7 +32,7 @@ from hope_hf.common.recompute import recompute_activations
 from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
 
-from .fake import as_if_real, build, in_precision, operators_of, without_dropout
+from .fake import as_if_real, build, in_precision, operators_of, runs_on_kernels, without_dropout
 from .launch import Launch, StepOptions
 
 # accelerate's names for the axes of a mesh.
@@ -63,7 +63,7 @@ class Simulation:
 
 def can_simulate(config, launch: Launch) -> str | None:
     """None, or the reason why a step of this model under this launch cannot be simulated."""
-    if not launch.on_cpu and any(mixer.expects_kernels(config) for mixer in getattr(config, "mixers", ())):
+    if any(runs_on_kernels(mixer, config, launch) for mixer in getattr(config, "mixers", ())):
         return "kernels of flash-linear-attention are not simulated"
     if launch.strategy.engine not in ("plain", "fsdp2"):
         return f"{launch.strategy.engine} is not simulated"
