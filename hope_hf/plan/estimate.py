@@ -5,8 +5,9 @@ from collections import Counter
 from hope_hf.common.recompute import MIXERS
 from hope_hf.common.recompute_flag import Recomputed
 
+from .allocations import Block, Ends
+from .launch import Mode
 from .shapes import TAIL, Shapes
-from .trace import Block, Ends, Mode
 
 # Bytes per token and vocabulary entry in the loss's backward pass: the log-softmax, its gradient and the gradient of
 # its input, all fp32.
@@ -15,7 +16,7 @@ LOSS_BYTES = 12
 
 def estimated_blocks(shapes: Shapes, mode: Mode, width: int, tokens: int, recomputed: Recomputed) -> list[Block]:
     """The blocks of a batch of `tokens` tokens: each matrix keeps its input and its output."""
-    low = 4 if mode.precision == "no" else 2
+    low = mode.low_bytes
     bytes_of_weight = 2 if mode.dtype else 4
     kept: Counter[int] = Counter()
     of_mixers: Counter[int] = Counter()
@@ -60,7 +61,7 @@ def estimated_blocks(shapes: Shapes, mode: Mode, width: int, tokens: int, recomp
 
 def estimated_ends(shapes: Shapes, mode: Mode, width: int, vocabulary: int, tokens: int) -> Ends:
     """The ends of a batch: whole logits, and the gradient of the head."""
-    low = 4 if mode.precision == "no" else 2
+    low = mode.low_bytes
     bytes_of_weight = 2 if mode.dtype else 4
     in_blocks = sum(weight.count for weight in shapes.weights if weight.is_in_block)
     gradients = bytes_of_weight * (shapes.count - in_blocks)

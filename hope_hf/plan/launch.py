@@ -74,6 +74,32 @@ SETTINGS = {"shard_grad_op": "with fsdp_reshard_after_forward: false"}
 
 
 @dataclass(frozen=True)
+class Mode:
+    """How a model computes.
+
+    Attributes:
+        precision: accelerate's mixed precision: "no", "bf16" or "fp16".
+        is_cast: whether its weights and the inputs of its blocks are cast (FSDP); otherwise autocast casts what
+            matrices are multiplied with.
+        on_cpu: whether on a CPU, by code that is compiled for it where there is a compiler.
+    """
+
+    precision: str
+    is_cast: bool
+    on_cpu: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the weights and inputs that are cast; None if none are."""
+        return LOW_PRECISION.get(self.precision) if self.is_cast else None
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes per number of what matrices are multiplied with."""
+        return 4 if self.precision == "no" else 2
+
+
+@dataclass(frozen=True)
 class Launch:
     """A strategy on a number of processes.
 
@@ -95,6 +121,14 @@ class Launch:
     @property
     def replicas(self) -> int:
         return self.world_size // self.parts
+
+    @property
+    def mode(self) -> Mode:
+        """How a process computes."""
+        strategy = self.strategy
+        is_deepspeed = strategy.engine == "deepspeed"
+        casts = strategy.is_fsdp and strategy.gathers or is_deepspeed and self.precision == "fp16"
+        return Mode(self.precision, casts and self.precision != "no", self.on_cpu)
 
     @property
     def compute_bytes(self) -> int:

@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from hope_hf.common.models import is_hope
 from hope_hf.common.recompute_flag import parse_recomputed
 
+from .allocations import Block, Ends
+from .batches import Batches
 from .estimate import estimated_blocks, estimated_ends
 from .fake import kinds_of_layers, runs_on_kernels
 from .launch import Launch, StepOptions
 from .shapes import Shapes
-from .trace import Block, Ends, Mode, Tracer
+from .tracer import Layer
+
+BYTES_OF_TOKEN_ID = 8
 
 
 @dataclass(frozen=True)
@@ -34,94 +38,113 @@ class Parts:
         return sum(block.kept for block in self.blocks)
 
 
-def mode_of(launch: Launch) -> Mode:
-    """How a model computes under a launch."""
-    strategy = launch.strategy
-    is_cast = strategy.is_fsdp and strategy.gathers or strategy.engine == "deepspeed" and launch.precision == "fp16"
-    return Mode(launch.precision, is_cast and launch.precision != "no", launch.on_cpu)
-
-
 def parts_of(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
     """The parts of a step's batch under a launch; what is traced is kept in `shapes`."""
-    mode = mode_of(launch)
+    mode = launch.mode
+    if mode in shapes.untraceable:
+        return estimated_parts(config, shapes, launch, step)
     try:
-        if mode not in shapes.untraceable:
-            _require_like_layers(config, shapes)
-            return _traced(config, shapes, launch, step)
+        _require_like_layers(config, shapes)
+        return _TracedStep(config, shapes, launch, step).parts()
     except Exception:
         if is_hope(config):
             raise
         # Operators of other architectures may read numbers, which fake tensors lack.
         shapes.untraceable.add(mode)
-    return estimated_parts(config, shapes, launch, step)
+        return estimated_parts(config, shapes, launch, step)
 
 
-def _traced(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
-    mode = mode_of(launch)
-    recomputed = parse_recomputed(step.checkpointing)
-    tracer = _tracer(config, shapes, step, mode, recomputed.part)
-    traced: dict[tuple[str, bool], Block] = {}
-    shared: Counter[str] = Counter()
-    blocks = []
-    for index, kind in enumerate(kinds_of_layers(config)):
-        is_recomputed = recomputed.part == "block" and index % recomputed.every == 0
-        key = kind, is_recomputed
-        if key not in traced:
-            block = tracer.block(kind, is_recomputed, step.batch_size, step.block_size)
-            if is_hope(config) and runs_on_kernels(config.mixers[index], config, launch):
-                keeps_mixer = recomputed.part != "mixer" and not is_recomputed
-                block = _less(block, _saved_by_kernels(config, shapes, step, mode, index), keeps_mixer)
-            traced[key] = block
-            shared[kind] = max(shared[kind], block.shared)
-        blocks.append(traced[key])
-    # Under FSDP both gradients of a tied embedding exist at once.
-    in_place = not (launch.strategy.is_fsdp and launch.strategy.gathers)
-    ends = tracer.ends(step.batch_size, step.block_size, in_place)
-    # The ends keep the token ids, 8 bytes each, and what they need themselves, such as the mask of a dropout.
-    of_ends = ends.kept - 8 * step.batch_size * step.block_size
-    of_blocks = sum(max(0, size - of_ends) for size in shared.values())
-    return Parts(blocks, ends, of_blocks, is_estimate=False)
+class _TracedStep:
+    """Traces the parts of a step's batch."""
 
+    def __init__(self, config, shapes: Shapes, launch: Launch, step: StepOptions):
+        self.config = config
+        self.shapes = shapes
+        self.launch = launch
+        self.step = step
+        self.recomputed = parse_recomputed(step.checkpointing)
 
-def _tracer(config, shapes: Shapes, step: StepOptions, mode: Mode, part: str) -> Tracer:
-    key = mode, part
-    if key not in shapes.tracers:
-        shapes.tracers[key] = Tracer(config, step, mode, part)
-    return shapes.tracers[key]
+    def parts(self) -> Parts:
+        recomputed = self.recomputed
+        by_layer: dict[Layer, Block] = {}
+        blocks = []
+        for index, kind in enumerate(kinds_of_layers(self.config)):
+            layer = Layer(kind, recomputed.part == "block" and index % recomputed.every == 0)
+            if layer not in by_layer:
+                by_layer[layer] = self._block(index, layer)
+            blocks.append(by_layer[layer])
+        ends = self._ends()
+        return Parts(blocks, ends, self._shared(by_layer, ends), is_estimate=False)
 
+    def _block(self, index: int, layer: Layer) -> Block:
+        """The block of a layer."""
+        part = self.recomputed.part
+        block = self._traced(layer, part)
+        if not is_hope(self.config):
+            return block
+        mixer = self.config.mixers[index]
+        if not runs_on_kernels(mixer, self.config, self.launch):
+            return block
+        keeps_mixer = part != "mixer" and not layer.is_recomputed
+        return _less(block, self._saved_by_kernels(layer.kind, mixer), keeps_mixer)
 
-def _saved_by_kernels(config, shapes: Shapes, step: StepOptions, mode: Mode, index: int) -> int:
-    """Bytes that a layer's mixer keeps on torch's operators, which are traced, and not on kernels of GPUs."""
-    kind = kinds_of_layers(config)[index]
-    batch = step.batch_size, step.block_size
-    whole = _tracer(config, shapes, step, mode, "none").block(kind, False, *batch)
-    without_mixer = _tracer(config, shapes, step, mode, "mixer").block(kind, False, *batch)
-    low = 4 if mode.precision == "no" else 2
-    is_autocast = mode.precision != "no" and not mode.is_cast
-    kept = config.mixers[index].kept_by_kernels(config, *batch, low, is_autocast)
-    return whole.kept - without_mixer.kept - kept
+    def _traced(self, layer: Layer, part: str) -> Block:
+        """The block of a layer on torch's operators; `part`: what is recomputed."""
+        return self._batches(part).block(layer, self.step.batch_size, self.step.block_size)
+
+    def _batches(self, part: str) -> Batches:
+        traced = self.shapes.traced
+        mode = self.launch.mode
+        if (mode, part) not in traced:
+            traced[mode, part] = Batches(self.config, self.step, mode, part)
+        return traced[mode, part]
+
+    def _ends(self) -> Ends:
+        # Under FSDP both gradients of a tied embedding exist at once.
+        strategy = self.launch.strategy
+        in_place = not (strategy.is_fsdp and strategy.gathers)
+        return self._batches(self.recomputed.part).ends(self.step.batch_size, self.step.block_size, in_place)
+
+    def _shared(self, by_layer: dict[Layer, Block], ends: Ends) -> int:
+        """What the blocks of all kinds keep of tensors that the ends do not keep for themselves."""
+        shared: Counter[str] = Counter()
+        for layer, block in by_layer.items():
+            shared[layer.kind] = max(shared[layer.kind], block.shared)
+        # Beside the token ids the ends keep what they need themselves, such as the mask of a dropout.
+        tokens = self.step.batch_size * self.step.block_size
+        of_ends = ends.kept - BYTES_OF_TOKEN_ID * tokens
+        return sum(max(0, size - of_ends) for size in shared.values())
+
+    def _saved_by_kernels(self, kind: str, mixer) -> int:
+        """Bytes that a layer's mixer keeps on torch's operators, which are traced, and not on kernels of GPUs."""
+        mode = self.launch.mode
+        layer = Layer(kind)
+        of_operators = self._traced(layer, "none").kept - self._traced(layer, "mixer").kept
+        is_autocast = mode.precision != "no" and not mode.is_cast
+        batch = self.step.batch_size, self.step.block_size
+        return of_operators - mixer.kept_by_kernels(self.config, *batch, mode.low_bytes, is_autocast)
 
 
 def _less(block: Block, size: int, keeps_mixer: bool) -> Block:
     """A block whose mixer takes `size` bytes less; `keeps_mixer`: whether it is not recomputed."""
     kept = size if keeps_mixer else 0
+    backward = [max(block.end, peak - size) for peak in block.backward]
     return replace(
         block,
         forward=block.forward - size,
         inside=block.inside - kept,
         kept=block.kept - kept,
-        backward=tuple(max(block.end, peak - size) for peak in block.backward),
+        backward=tuple(backward),
     )
 
 
 def estimated_parts(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
     """The parts by the shapes of the weights alone, which takes no time."""
-    mode = mode_of(launch)
     recomputed = parse_recomputed(step.checkpointing)
     tokens = step.batch_size * step.block_size
     width = config.hidden_size
-    blocks = estimated_blocks(shapes, mode, width, tokens, recomputed)
-    ends = estimated_ends(shapes, mode, width, config.vocab_size, tokens)
+    blocks = estimated_blocks(shapes, launch.mode, width, tokens, recomputed)
+    ends = estimated_ends(shapes, launch.mode, width, config.vocab_size, tokens)
     return Parts(blocks, ends, shared=0, is_estimate=True)
 
 

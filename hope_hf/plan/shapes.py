@@ -70,8 +70,8 @@ class Shapes:
     model: PreTrainedModel | None = None
 
     @cached_property
-    def tracers(self) -> dict:
-        """What `parts.py` has traced of the model, by mode and by what is recomputed."""
+    def traced(self) -> dict:
+        """What `parts.py` has traced of the model (`Batches`), by mode and by what is recomputed."""
         return {}
 
     @cached_property

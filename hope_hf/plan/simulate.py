@@ -32,7 +32,8 @@ from hope_hf.common.recompute import recompute_activations
 from hope_hf.common.recompute_flag import parse_recomputed
 from hope_hf.optim import LevelClock, build_optimizer
 
-from .fake import as_if_real, build, in_precision, operators_of, runs_on_kernels, without_dropout
+from .as_if_real import as_if_real
+from .fake import build, in_precision, operators_of, runs_on_kernels, without_dropout
 from .launch import Launch, StepOptions
 
 # accelerate's names for the axes of a mesh.

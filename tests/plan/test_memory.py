@@ -8,14 +8,15 @@ from models import small_config
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 
 from hope_hf import PRESETS, HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.plan import trace
-from hope_hf.plan.launch import STRATEGIES, Launch, StepOptions, fsdp_strategy
+from hope_hf.plan import batches
+from hope_hf.plan.batches import Batches
+from hope_hf.plan.launch import STRATEGIES, Launch, Mode, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import Memory, memory
 from hope_hf.plan.parts import parts_of
 from hope_hf.plan.sequence_state import cache_bytes
 from hope_hf.plan.shapes import Weight, shapes_of, shard_bytes
 from hope_hf.plan.simulate import Simulation, simulate
-from hope_hf.plan.trace import Mode, Tracer
+from hope_hf.plan.tracer import Layer
 
 LLAMA_7B = LlamaConfig()
 
@@ -93,13 +94,13 @@ ROUNDS = [
 def test_short_texts_and_two_batches_stand_for_all(kind, fields, part, tokens, monkeypatch):
     config = small_config("tiny", num_hidden_layers=1, layer_types=[kind], num_key_value_heads=1, **fields)
 
-    def traced(*batches):
-        tracer = Tracer(config, StepOptions(1, 1), Mode("bf16", is_cast=True), part)
-        (*_, block) = [tracer.block(kind, part == "block", rows, tokens) for rows in batches]
+    def traced(*rows):
+        traces = Batches(config, StepOptions(1, 1), Mode("bf16", is_cast=True), part)
+        (*_, block) = [traces.block(Layer(kind, part == "block"), number, tokens) for number in rows]
         return block.kept, max(map(sum, zip(block.backward, block.gradients, strict=True)))
 
     of_short_texts, of_fewer_rows = traced(3), traced(1, 3)
-    monkeypatch.setattr(trace, "MORE_ROUNDS", 10**6)
+    monkeypatch.setattr(batches, "MORE_ROUNDS", 10**6)
     whole = traced(3)
     assert of_short_texts == pytest.approx(whole, rel=0.002)
     assert of_fewer_rows == pytest.approx(whole, rel=0.02)
@@ -130,7 +131,7 @@ def test_what_fake_tensors_cannot_do_is_estimated(monkeypatch):
     for key, world, checkpointing in cases:
         planned, _ = plan(config, key, world, batch_size=4, checkpointing=checkpointing)
         expected[key, world, checkpointing] = planned.peak
-    monkeypatch.setattr(Tracer, "block", lambda *part: 1 / 0)
+    monkeypatch.setattr(Batches, "block", lambda *part: 1 / 0)
     for (key, world, checkpointing), peak in expected.items():
         estimated, _ = plan(config, key, world, batch_size=4, checkpointing=checkpointing)
         assert estimated.is_estimate and estimated.peak == pytest.approx(peak, rel=0.3)

@@ -1,0 +1,88 @@
+"""Bytes that the parts of a model allocate in a training step.
+
+The parts are its blocks, and the ends, which stand before and after the blocks: embedding, last norm, head and loss.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes that a block allocates, its own gradients left out unless they are named.
+
+    Attributes:
+        forward: the peak of its forward pass over what lived before.
+        inside: what it leaves until the model's forward pass ends, without its output: activations, its input, copies
+            of weights.
+        kept: what it leaves for its backward pass, without its output.
+        input: of these, its input.
+        shared: what it keeps of tensors that were made in front of the blocks and that all may read, such as a mask;
+            they have no rows of the batch.
+        backward: the peaks of its backward pass over what lived before its forward pass, its input included; the
+            first until one of its parameters has its gradient, and so on.
+        end: what is left when the gradient of its input is there.
+        gradients: bytes of the gradients that its parameters have at each of the peaks.
+        operators: how many operators ran, which is no size; 0 if none was watched.
+    """
+
+    forward: int
+    inside: int
+    kept: int
+    input: int
+    shared: int
+    backward: tuple[int, ...]
+    end: int
+    gradients: tuple[int, ...]
+    operators: int = 0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Bytes that the ends allocate, their gradients left out unless they are named.
+
+    Attributes:
+        inside: what stands in front of the blocks while the model's forward pass runs.
+        kept: what of it is left for the backward pass, without the first block's input.
+        forward: the peak of the model's forward pass, without blocks.
+        outside: the peak between it and the head's backward pass, which is the loss unless the head computes it.
+        head: what is left when the gradient of the head's output is there.
+        loss: the peaks of the backward pass from the head down to the gradient of the last block's output.
+        end: what is left when this gradient is there.
+        carried: what stays until the backward pass has left the blocks, such as the head's share in the gradient of a
+            tied embedding.
+        last: the peaks of the backward pass below the blocks.
+        loss_gradients, last_gradients: bytes of the gradients that parameters have at each of the peaks.
+    """
+
+    inside: int
+    kept: int
+    forward: int
+    outside: int
+    head: int
+    loss: tuple[int, ...]
+    end: int
+    carried: int
+    last: tuple[int, ...]
+    loss_gradients: tuple[int, ...]
+    last_gradients: tuple[int, ...]
+
+
+def combined(*terms: tuple[float, Block | Ends]) -> Block | Ends:
+    """The sum of parts times their weights, field by field, rounded to whole bytes."""
+    _, first = terms[0]
+    sums = {}
+    for name, value in vars(first).items():
+        if isinstance(value, tuple):
+            sums[name] = tuple(_sum(terms, name, place) for place in range(len(value)))
+        else:
+            sums[name] = _sum(terms, name)
+    return type(first)(**sums)
+
+
+def _sum(terms: tuple[tuple[float, Block | Ends], ...], name: str, place: int | None = None) -> int:
+    """The weighted sum of a field, or of what stands at one place of it."""
+    total = 0.0
+    for weight, part in terms:
+        size = getattr(part, name)
+        total += weight * (size if place is None else size[place])
+    return round(total)
