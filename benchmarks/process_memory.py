@@ -1,8 +1,8 @@
 """What a CPU process takes for training steps beside the plan: `python benchmarks/process_memory.py`.
 
 Under `python -m torch.distributed.run --nproc_per_node 2` the model is sharded by FSDP version 2. A small step comes
-first, so that what libraries take once is not counted. HOPE_KERNELS and glibc's MALLOC_MMAP_THRESHOLD_ change the
-result. Linux only.
+first, so that what libraries take once is not counted. HOPE_KERNELS, glibc's MALLOC_MMAP_THRESHOLD_ and torch's
+THP_MEM_ALLOC_ENABLE change the result. Linux only.
 """
 
 import argparse

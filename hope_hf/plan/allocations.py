@@ -35,6 +35,11 @@ class Block:
     gradients: tuple[int, ...]
     operators: int = 0
 
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """The peaks of its backward pass, each with its gradients."""
+        return list(zip(self.backward, self.gradients, strict=True))
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -65,6 +70,18 @@ class Ends:
     last: tuple[int, ...]
     loss_gradients: tuple[int, ...]
     last_gradients: tuple[int, ...]
+
+    @property
+    def loss_steps(self) -> list[tuple[int, int]]:
+        """The peaks of the loss's backward pass, each with the gradients."""
+        return list(zip(self.loss, self.loss_gradients, strict=True))
+
+    @property
+    def last_steps(self) -> list[tuple[int, int]]:
+        """The peaks below the blocks, each with the gradients that were not there after the loss."""
+        after_loss = self.loss_gradients[-1]
+        later = [size - after_loss for size in self.last_gradients]
+        return list(zip(self.last, later, strict=True))
 
 
 def combined(*terms: tuple[float, Block | Ends]) -> Block | Ends:

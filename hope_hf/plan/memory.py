@@ -60,7 +60,9 @@ def memory(
     if launch.strategy.gathers:
         moments = gathered_moments(parts, shapes, launch, step)
     else:
-        moments = _replica_moments(parts, states[GRADIENTS], shapes.trained / shapes.count, launch, step)
+        replica = _Replica(states[GRADIENTS], shapes.trained / shapes.count, launch, step)
+        replica.take(parts)
+        moments = replica.moments
     moments.append(Moment(UPDATE, Counter({GRADIENTS: states[GRADIENTS]})))
     offloads = launch.strategy.offloads
     if OPTIMIZER in offloads:
@@ -98,16 +100,18 @@ def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> Counter[str]:
         GRADIENTS: lambda weight: width * weight.is_trained,
         OPTIMIZER: lambda weight: weight.optimizer_bytes(step.optimizer, tokens),
     }
-    states = Counter()
+    by_rows = strategy.engine == "fsdp2"
+    states = Counter[str]()
     for name, each in elements.items():
         parts = launch.parts if name in strategy.shared else 1
-        states[name] = shard_bytes(shapes.weights, parts, by_rows=strategy.engine == "fsdp2", each=each)
+        states[name] = shard_bytes(shapes.weights, parts, by_rows, each)
+    trained = 4 * shapes.trained
     if strategy.engine == "plain" and launch.world_size > 1:
         # DDP copies gradients to buckets and reduces these.
-        states["buckets"] = 4 * shapes.trained
+        states["buckets"] = trained
     if is_deepspeed:
         # DeepSpeed's optimizer updates its own copy of the weights.
-        states["buckets"] = largest_part(4 * shapes.trained, launch.parts)
+        states["buckets"] = largest_part(trained, launch.parts)
     return states
 
 
@@ -119,42 +123,50 @@ def _between_batches(shapes: Shapes, launch: Launch, step: StepOptions) -> int:
     return dtype.itemsize * shapes.trained
 
 
-def _replica_moments(
-    parts: Parts, gradients: int, trained: float, launch: Launch, step: StepOptions
-) -> list[Moment]:
+class _Replica:
     """The moments of a process that has all weights.
 
-    Args:
+    Attributes:
         gradients: bytes of those that it holds at the end.
         trained: share of the parameters that are trained; the parts have gradients of all.
     """
-    ends = parts.ends
-    shared = launch.parts if GRADIENTS in launch.strategy.shared else 1
-    # Whole gradients of the part that runs backward, and those of the parts after it, of which it may hold a share.
-    has_gradients = step.accumulation > 1
-    moments: list[Moment] = []
 
-    def add(name: str, activations: int, before: int = 0, now: int = 0) -> None:
-        held = gradients if has_gradients else round(trained * (before / shared + now))
-        moments.append(Moment(name, Counter({"activations": activations, GRADIENTS: held})))
+    def __init__(self, gradients: int, trained: float, launch: Launch, step: StepOptions):
+        self.gradients = gradients
+        self.trained = trained
+        self.moments: list[Moment] = []
+        self._has_gradients = step.accumulation > 1
+        # Of the gradients of a part that has run backward it may hold a share alone.
+        self._shared = launch.parts if GRADIENTS in launch.strategy.shared else 1
 
-    left = 0
-    for block in parts.blocks:
-        add(FORWARD, ends.inside + left + block.forward)
-        left += block.inside
-    add(LOSS, left + parts.shared + ends.forward)
-    kept = parts.kept + parts.shared
-    add(LOSS, kept + ends.outside)
-    for peak, size in zip(ends.loss, ends.loss_gradients, strict=True):
-        add(LOSS, kept + peak, now=size)
-    before = ends.loss_gradients[-1]
-    kept += ends.kept + ends.carried
-    for number, block in reversed(list(enumerate(parts.blocks))):
-        kept -= block.kept
-        name = BLOCKS if number else BACKWARD
-        for peak, size in zip(block.backward, block.gradients, strict=True):
-            add(name, kept + peak, before, size)
-        before += block.gradients[-1]
-    for peak, size in zip(ends.last, ends.last_gradients, strict=True):
-        add(BACKWARD, peak, before, size - ends.loss_gradients[-1])
-    return moments
+    def add(self, name: str, activations: int, before: int = 0, now: int = 0) -> None:
+        """A moment; `before` and `now`: whole gradients of the parts that ran backward, and of the one that runs."""
+        gradients = self.gradients
+        if not self._has_gradients:
+            whole = before / self._shared + now
+            gradients = round(self.trained * whole)
+        sizes = Counter({"activations": activations, GRADIENTS: gradients})
+        self.moments.append(Moment(name, sizes))
+
+    def take(self, parts: Parts) -> None:
+        """Forward and backward pass."""
+        ends = parts.ends
+        left = 0
+        for block in parts.blocks:
+            self.add(FORWARD, ends.inside + left + block.forward)
+            left += block.inside
+        self.add(LOSS, left + parts.shared + ends.forward)
+        kept = parts.kept + parts.shared
+        self.add(LOSS, kept + ends.outside)
+        for peak, size in ends.loss_steps:
+            self.add(LOSS, kept + peak, now=size)
+        before = ends.loss_gradients[-1]
+        kept += ends.kept + ends.carried
+        for number, block in parts.backward:
+            kept -= block.kept
+            name = BLOCKS if number else BACKWARD
+            for peak, size in block.steps:
+                self.add(name, kept + peak, before, size)
+            before += block.gradients[-1]
+        for peak, size in ends.last_steps:
+            self.add(BACKWARD, peak, before, size)

@@ -37,6 +37,11 @@ class Parts:
         """What all blocks keep for the backward pass."""
         return sum(block.kept for block in self.blocks)
 
+    @property
+    def backward(self) -> list[tuple[int, Block]]:
+        """The blocks and their numbers in the order of the backward pass."""
+        return list(enumerate(self.blocks))[::-1]
+
 
 def parts_of(config, shapes: Shapes, launch: Launch, step: StepOptions) -> Parts:
     """The parts of a step's batch under a launch; what is traced is kept in `shapes`."""
