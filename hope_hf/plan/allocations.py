@@ -3,7 +3,10 @@
 The parts are its blocks, and the ends, which stand before and after the blocks: embedding, last norm, head and loss.
 """
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -80,26 +83,28 @@ class Ends:
     def last_steps(self) -> list[tuple[int, int]]:
         """The peaks below the blocks, each with the gradients that were not there after the loss."""
         after_loss = self.loss_gradients[-1]
-        later = [size - after_loss for size in self.last_gradients]
-        return list(zip(self.last, later, strict=True))
+        steps = []
+        for peak, size in zip(self.last, self.last_gradients, strict=True):
+            steps.append((peak, size - after_loss))
+        return steps
 
 
 def combined(*terms: tuple[float, Block | Ends]) -> Block | Ends:
     """The sum of parts times their weights, field by field, rounded to whole bytes."""
-    _, first = terms[0]
+    weights, parts = zip(*terms, strict=True)
+    weighted = partial(_weighted, weights)
+    first = parts[0]
     sums = {}
     for name, value in vars(first).items():
+        sizes = list(map(operator.attrgetter(name), parts))
         if isinstance(value, tuple):
-            sums[name] = tuple(_sum(terms, name, place) for place in range(len(value)))
+            columns = zip(*sizes, strict=True)
+            sums[name] = tuple(map(weighted, columns))
         else:
-            sums[name] = _sum(terms, name)
+            sums[name] = weighted(sizes)
     return type(first)(**sums)
 
 
-def _sum(terms: tuple[tuple[float, Block | Ends], ...], name: str, place: int | None = None) -> int:
-    """The weighted sum of a field, or of what stands at one place of it."""
-    total = 0.0
-    for weight, part in terms:
-        size = getattr(part, name)
-        total += weight * (size if place is None else size[place])
-    return round(total)
+def _weighted(weights: Iterable[float], sizes: Iterable[int]) -> int:
+    terms = map(operator.mul, weights, sizes)
+    return round(sum(terms))

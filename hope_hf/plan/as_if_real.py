@@ -137,7 +137,8 @@ def _are_fake(values: tuple) -> bool:
     """Whether the tensors among an operator's arguments are fake and without the numbers of a constant."""
     tensors = 0
     for value in values:
-        for part in value if isinstance(value, list | tuple) else (value,):
+        members = value if isinstance(value, list | tuple) else (value,)
+        for part in members:
             if isinstance(part, Tensor):
                 if type(part) is not FakeTensor or part.constant is not None:
                     return False
@@ -148,5 +149,7 @@ def _are_fake(values: tuple) -> bool:
 def _single_mask(indices: list[Tensor | None]) -> Tensor | None:
     """The boolean mask, if it is the only index."""
     tensors = [index for index in indices if index is not None]
-    is_mask = len(tensors) == 1 and tensors[0].dtype is torch.bool
-    return tensors[0] if is_mask else None
+    if len(tensors) != 1:
+        return None
+    (tensor,) = tensors
+    return tensor if tensor.dtype is torch.bool else None

@@ -79,7 +79,8 @@ class Batches:
             fixed = self._fixed(layer, rows, tokens)
             of_short = rows * (1 - along) / many
             of_longer = rows * along / fewer
-            block = combined((of_short, of_many), (of_longer, of_fewer), (1 - of_short - of_longer, fixed))
+            rest = 1 - of_short - of_longer
+            block = combined((of_short, of_many), (of_longer, of_fewer), (rest, fixed))
         return replace(block, shared=shared)
 
     def _fixed(self, layer: Layer, rows: int, tokens: int) -> Block:
@@ -97,7 +98,8 @@ class Batches:
             return tokens, tokens
         short, tokens_of_round = rounds
         longer = short + MORE_ROUNDS * tokens_of_round
-        if tokens <= longer or self.mode.on_cpu and self._takes_as_long(kind, short, longer):
+        is_short = tokens <= longer
+        if is_short or self.mode.on_cpu and self._takes_as_long(kind, short, longer):
             return tokens, tokens
         return short, longer
 
@@ -128,10 +130,10 @@ def _rows_of(short: int, rows: int, tokens: int) -> int:
     return max(1, round(rows * tokens / short))
 
 
-def _rounds_by_kind(config) -> dict[str, tuple[int, int] | None]:
+def _rounds_by_kind(config) -> dict:
     """`layers.Mixer.rounds` by kind of layer; None for other architectures."""
     kinds = kinds_of_layers(config)
-    rounds: dict[str, tuple[int, int] | None] = dict.fromkeys(kinds)
+    rounds = dict.fromkeys(kinds)
     if config.model_type == "hope":
         for kind, mixer in zip(kinds, config.mixers, strict=True):
             rounds[kind] = mixer.rounds(config)

@@ -39,7 +39,10 @@ def units_of(shapes: Shapes, launch: Launch, step: StepOptions) -> dict[int | st
     members: dict[int | str, list[Weight]] = {}
     for weight in shapes.weights:
         members.setdefault(weight.unit, []).append(weight)
-    return {name: _unit(weights, launch, step) for name, weights in members.items()}
+    units = {}
+    for name, weights in members.items():
+        units[name] = _unit(weights, launch, step)
+    return units
 
 
 def _unit(weights: list[Weight], launch: Launch, step: StepOptions) -> Unit:
@@ -129,7 +132,8 @@ class _Walk:
         if key not in self.units or (self.keeps and key != TAIL):
             return
         unit = self.units[key]
-        self.add(activations, gathered + unit.cast + unit.gathered, gradients)
+        gathered += unit.cast + unit.gathered
+        self.add(activations, gathered, gradients)
         self.gathering = unit.gathered
 
     def reduce(self, key: int | str, activations: int, gradients: int) -> None:
@@ -244,7 +248,8 @@ def _backward(walk: _Walk, parts: Parts, is_tied: bool) -> None:
         if walk.keeps:
             walk.free(number)
         walk.reducing = 0
-        walk.reduce(number, below + block.end, of_tail + block.gradients[-1])
+        whole = of_tail + block.gradients[-1]
+        walk.reduce(number, below + block.end, whole)
     keeps_lowest = walk.keeps and not is_tied
     gathered = 0 if keeps_lowest else walk.units[lowest].gathered
     walk.add(of_ends, gathered, of_tail)

@@ -196,10 +196,14 @@ class StepOptions:
 
 def fsdp_strategy(is_version_1: bool, keeps_gathered: bool, replicas: int, offloads: bool) -> Strategy:
     """FSDP; `keeps_gathered`: from forward to backward."""
-    key = "hybrid_shard" if replicas > 1 else "shard_grad_op" if keeps_gathered else "full_shard"
-    strategy = STRATEGIES["fsdp_offload" if offloads else key]
+    is_hybrid = replicas > 1
+    key = "shard_grad_op" if keeps_gathered else "full_shard"
+    if is_hybrid:
+        key = "hybrid_shard"
+    if offloads:
+        key = "fsdp_offload"
     engine = "fsdp1" if is_version_1 else "fsdp2"
-    return replace(strategy, keeps_gathered=keeps_gathered, is_hybrid=replicas > 1, engine=engine)
+    return replace(STRATEGIES[key], keeps_gathered=keeps_gathered, is_hybrid=is_hybrid, engine=engine)
 
 
 def zero_strategy(stage: int, offloads_optimizer: bool, offloads_weights: bool) -> Strategy:
@@ -259,7 +263,8 @@ def _fsdp(content: dict, launch: Launch, refuse: Callable[[str], NoReturn]) -> L
     launch = replace(launch, checkpointing=_is_true(config.get("fsdp_activation_checkpointing")))
     offloads = _is_true(config.get("fsdp_offload_params"))
     mesh = content.get("parallelism_config") or {}
-    replicas, parts = (int(mesh.get(f"parallelism_config_dp_{axis}_size") or 1) for axis in ("replicate", "shard"))
+    replicas = int(mesh.get("parallelism_config_dp_replicate_size") or 1)
+    parts = int(mesh.get("parallelism_config_dp_shard_size") or 1)
     if replicas * parts == 1:
         parts = processes
     elif replicas * parts != processes:
@@ -297,8 +302,10 @@ def _deepspeed(config: dict, launch: Launch, accumulation: int, refuse: Callable
     steps = config.get("gradient_accumulation_steps", "auto")
     if steps != "auto" and int(steps) != accumulation:
         refuse(f" has gradient_accumulation_steps {steps} and the flag is {accumulation}: leave the key out")
-    optimizer, weights = (config.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param"))
-    strategy = zero_strategy(int(config.get("zero_stage", 2)), optimizer, weights)
+    stage = int(config.get("zero_stage", 2))
+    offloads_optimizer = config.get("offload_optimizer_device") == "cpu"
+    offloads_weights = config.get("offload_param_device") == "cpu"
+    strategy = zero_strategy(stage, offloads_optimizer, offloads_weights)
     return replace(launch, strategy=strategy, parts=launch.world_size)
 
 

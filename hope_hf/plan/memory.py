@@ -60,7 +60,8 @@ def memory(
     if launch.strategy.gathers:
         moments = gathered_moments(parts, shapes, launch, step)
     else:
-        replica = _Replica(states[GRADIENTS], shapes.trained / shapes.count, launch, step)
+        trained = shapes.trained / shapes.count
+        replica = _Replica(states[GRADIENTS], trained, launch, step)
         replica.take(parts)
         moments = replica.moments
     moments.append(Moment(UPDATE, Counter({GRADIENTS: states[GRADIENTS]})))

@@ -79,25 +79,32 @@ def question_of(read: Read) -> Question:
         defaults = _defaults(args, config, named)
         if args.tokenizer_name is None and VOCAB_SIZE not in named:
             config.vocab_size = _vocabulary_of_text(defaults)
-        values = {name: default.value for name, default in defaults.items() if name in FLAGS}
-        args = replace(args, **values)
+        for name in defaults.keys() & set(FLAGS):
+            args = replace(args, **{name: defaults[name].value})
     # Flash attention needs a GPU and its package; sdpa keeps as many bytes.
     attention = None if "flash" in (args.attn_implementation or "") else args.attn_implementation
     step = StepOptions.of(args, _block_size(args, config), attention)
     step = replace(step, checkpointing=_recomputed(args, launch))
-    if RULES[args.optimizer].needs_matrices and launch.strategy.engine in ("fsdp1", "deepspeed"):
+    cuts_anywhere = launch.strategy.engine in ("fsdp1", "deepspeed")
+    if cuts_anywhere and RULES[args.optimizer].needs_matrices:
         raise ValueError(
             f"--optimizer {args.optimizer} needs whole matrices and {args.accelerate_config} cuts them anywhere: plan "
             "with accelerate_configs/fsdp2.yaml or ddp.yaml, or --optimizer adamw."
         )
-    return Question(args, config, shapes_of(config, args.trust_remote_code), launch, step, read.gpus, defaults)
+    shapes = shapes_of(config, args.trust_remote_code)
+    return Question(args, config, shapes, launch, step, read.gpus, defaults)
 
 
 def _defaults(args: Arguments, config, named: set[str]) -> dict[str, Default]:
     """The defaults for the size of the text, of flags on which a plan depends and that are not among `named`."""
     size = size_of_files(args.train_file, "--train_file")
-    defaults = defaults_of(size, getattr(config, "hidden_size", 0), named)
-    return {name: default for name, default in defaults.items() if name in (*SHARED, VOCAB_SIZE)}
+    width = getattr(config, "hidden_size", 0)
+    defaults = defaults_of(size, width, named)
+    of_plan = {}
+    for name, default in defaults.items():
+        if name in (*SHARED, VOCAB_SIZE):
+            of_plan[name] = default
+    return of_plan
 
 
 def _vocabulary_of_text(defaults: dict[str, Default]) -> int:
@@ -141,20 +148,24 @@ def _vocabulary(args: Arguments) -> int:
 
 def _block_size(args: Arguments, config) -> int:
     if args.block_size is None:
-        return min(LONGEST_DEFAULT_BLOCK, getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_BLOCK)
+        longest = getattr(config, "max_position_embeddings", None)
+        return min(LONGEST_DEFAULT_BLOCK, longest or LONGEST_DEFAULT_BLOCK)
     check_block_size(args.block_size, config)
     return args.block_size
 
 
 def _warn_of_ignored(args: Arguments, named: set[str], launch: Launch):
-    fsdp = launch.strategy.is_fsdp
-    mixed = launch.precision != "no"
-    endless = args.total_tokens is None and args.max_train_steps is None
-    for name, is_ignored, reason in (
-        ("price_per_gpu_hour", endless, "neither --max_train_steps nor --total_tokens is given"),
-        ("max_train_steps", args.total_tokens is not None, "--total_tokens is given"),
-        ("sync_each_batch", not fsdp or args.gradient_accumulation_steps == 1, "FSDP accumulates no batches"),
-        ("fsdp_reduce_dtype", not (fsdp and mixed), "the launch file does not ask for FSDP with bf16 or fp16"),
-    ):
-        if name in named and is_ignored:
+    is_fsdp = launch.strategy.is_fsdp
+    # By flag, why it is ignored.
+    reasons = {}
+    if args.total_tokens is not None:
+        reasons["max_train_steps"] = "--total_tokens is given"
+    elif args.max_train_steps is None:
+        reasons["price_per_gpu_hour"] = "neither --max_train_steps nor --total_tokens is given"
+    if not is_fsdp or args.gradient_accumulation_steps == 1:
+        reasons["sync_each_batch"] = "FSDP accumulates no batches"
+    if not is_fsdp or launch.precision == "no":
+        reasons["fsdp_reduce_dtype"] = "the launch file does not ask for FSDP with bf16 or fp16"
+    for name, reason in reasons.items():
+        if name in named:
             warn_once(f"--{name} is ignored: {reason}.")

@@ -1,5 +1,6 @@
 """The blocks and ends of a step's batch: traced, or estimated where a model does not run on fake tensors."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -68,13 +69,15 @@ class _TracedStep:
         self.launch = launch
         self.step = step
         self.recomputed = parse_recomputed(step.checkpointing)
+        self.batch = step.batch_size, step.block_size
 
     def parts(self) -> Parts:
         recomputed = self.recomputed
         by_layer: dict[Layer, Block] = {}
         blocks = []
         for index, kind in enumerate(kinds_of_layers(self.config)):
-            layer = Layer(kind, recomputed.part == "block" and index % recomputed.every == 0)
+            is_recomputed = recomputed.part == "block" and index % recomputed.every == 0
+            layer = Layer(kind, is_recomputed)
             if layer not in by_layer:
                 by_layer[layer] = self._block(index, layer)
             blocks.append(by_layer[layer])
@@ -95,20 +98,22 @@ class _TracedStep:
 
     def _traced(self, layer: Layer, part: str) -> Block:
         """The block of a layer on torch's operators; `part`: what is recomputed."""
-        return self._batches(part).block(layer, self.step.batch_size, self.step.block_size)
+        return self._batches(part).block(layer, *self.batch)
 
     def _batches(self, part: str) -> Batches:
         traced = self.shapes.traced
         mode = self.launch.mode
-        if (mode, part) not in traced:
-            traced[mode, part] = Batches(self.config, self.step, mode, part)
-        return traced[mode, part]
+        key = mode, part
+        if key not in traced:
+            traced[key] = Batches(self.config, self.step, mode, part)
+        return traced[key]
 
     def _ends(self) -> Ends:
         # Under FSDP both gradients of a tied embedding exist at once.
         strategy = self.launch.strategy
         in_place = not (strategy.is_fsdp and strategy.gathers)
-        return self._batches(self.recomputed.part).ends(self.step.batch_size, self.step.block_size, in_place)
+        batches = self._batches(self.recomputed.part)
+        return batches.ends(*self.batch, in_place)
 
     def _shared(self, by_layer: dict[Layer, Block], ends: Ends) -> int:
         """What the blocks of all kinds keep of tensors that the ends do not keep for themselves."""
@@ -116,18 +121,18 @@ class _TracedStep:
         for layer, block in by_layer.items():
             shared[layer.kind] = max(shared[layer.kind], block.shared)
         # Beside the token ids the ends keep what they need themselves, such as the mask of a dropout.
-        tokens = self.step.batch_size * self.step.block_size
-        of_ends = ends.kept - BYTES_OF_TOKEN_ID * tokens
+        of_ends = ends.kept - BYTES_OF_TOKEN_ID * math.prod(self.batch)
         return sum(max(0, size - of_ends) for size in shared.values())
 
     def _saved_by_kernels(self, kind: str, mixer) -> int:
         """Bytes that a layer's mixer keeps on torch's operators, which are traced, and not on kernels of GPUs."""
         mode = self.launch.mode
         layer = Layer(kind)
-        of_operators = self._traced(layer, "none").kept - self._traced(layer, "mixer").kept
+        whole = self._traced(layer, "none")
+        without_mixer = self._traced(layer, "mixer")
         is_autocast = mode.precision != "no" and not mode.is_cast
-        batch = self.step.batch_size, self.step.block_size
-        return of_operators - mixer.kept_by_kernels(self.config, *batch, mode.low_bytes, is_autocast)
+        by_kernels = mixer.kept_by_kernels(self.config, *self.batch, mode.low_bytes, is_autocast)
+        return whole.kept - without_mixer.kept - by_kernels
 
 
 def _less(block: Block, size: int, keeps_mixer: bool) -> Block:
@@ -155,7 +160,8 @@ def estimated_parts(config, shapes: Shapes, launch: Launch, step: StepOptions) -
 
 def _require_like_layers(config, shapes: Shapes) -> None:
     """ValueError unless layers of a kind have as many parameters."""
-    kinds = kinds_of_layers(config)
-    sizes = {(kind, shapes.units[index]) for index, kind in enumerate(kinds)}
-    if len(sizes) > len(set(kinds)):
-        raise ValueError(f"layers of a {config.model_type} differ")
+    sizes: dict[str, int] = {}
+    for index, kind in enumerate(kinds_of_layers(config)):
+        size = shapes.units[index]
+        if sizes.setdefault(kind, size) != size:
+            raise ValueError(f"layers of a {config.model_type} differ")

@@ -123,11 +123,13 @@ def _row(plan: Plan, row: Setting) -> Row:
 
 def _states_row(row: Setting) -> Row:
     states = row.memory.states
-    sizes = {name: states.get(name, 0) for name in ("weights", "gradients", "optimizer", "buckets")}
-    sizes["sum"] = sum(sizes.values())
     cells: Row = {"setting": row.name}
-    for name, size in sizes.items():
-        cells[name] = f"{size / 1e9:.3f}"
+    total = 0
+    for name in ("weights", "gradients", "optimizer", "buckets"):
+        size = states.get(name, 0)
+        total += size
+        cells[name] = _gb(size)
+    cells["sum"] = _gb(total)
     return cells
 
 
@@ -137,21 +139,27 @@ def _simulated(plan: Plan) -> str:
         return f"No simulation: {plan.no_simulation}."
     sizes = [f"{name} {_gib(size)}" for name, size in simulation.split.items()]
     split = ", ".join(sizes)
-    return (
-        f"Simulated step of {plan.asked.name} ({simulation.seconds:.0f} s): {_gib(simulation.peak)} GiB ({split}); "
-        f"planned: {_gib(plan.asked.memory.peak)}."
-    )
+    peak = _gib(simulation.peak)
+    planned = _gib(plan.asked.memory.peak)
+    heading = f"Simulated step of {plan.asked.name} ({simulation.seconds:.0f} s)"
+    return f"{heading}: {peak} GiB ({split}); planned: {planned}."
 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3f}"
+
+
 def _sentence(plan: Plan, verdict: Verdict) -> str:
     question = plan.question
     answer = "fits" if verdict.fits else "does not fit"
     text = f"{verdict.gpu.name}: {plan.asked.name} {answer}"
-    text += f", {verdict.peak / GIB:.1f} of {verdict.usable / GIB:.1f} usable GiB"
+    peak = verdict.peak / GIB
+    usable = verdict.usable / GIB
+    text += f", {peak:.1f} of {usable:.1f} usable GiB"
     if not verdict.fits:
         text += f"; what would: {verdict.instead}" if verdict.instead else "; no setting fits"
     text += f"; largest batch {verdict.largest_batch}" if verdict.largest_batch else "; not even one row fits"

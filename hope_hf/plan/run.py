@@ -59,7 +59,8 @@ def plan_running(
     whole = shapes_of(config, step.trust_remote_code)
     shapes = whole.as_trained(model)
     step = replace(step, checkpointing=launch.recomputes(step.checkpointing))
-    process = memory(config, shapes, launch, step, per_node, estimated_parts(config, shapes, launch, step))
+    estimated = estimated_parts(config, shapes, launch, step)
+    process = memory(config, shapes, launch, step, per_node, estimated)
     if process.peak > room / FAR_BELOW:
         process = memory(config, shapes, launch, step, per_node)
     of_lora = shapes.count - whole.count
@@ -89,7 +90,10 @@ def answer(question: Question) -> int:
     plan = Plan(question, rows, verdicts, simulation, reason)
     if question.args.plot:
         draw(plan, question.args.plot)
-    print(json.dumps(as_json(plan), indent=1) if question.args.json else as_text(plan))
+    if question.args.json:
+        print(json.dumps(as_json(plan), indent=1))
+    else:
+        print(as_text(plan))
     return printed()
 
 

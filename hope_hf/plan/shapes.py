@@ -100,11 +100,8 @@ class Shapes:
     @property
     def largest_block(self) -> int:
         """Number of parameters of the largest block."""
-        largest = 0
-        for unit, count in self.units.items():
-            if unit not in (EMBEDDING, TAIL, ROOT):
-                largest = max(largest, count)
-        return largest
+        in_blocks = {weight.unit for weight in self.weights if weight.is_in_block}
+        return max(map(self.units.get, in_blocks), default=0)
 
     @cached_property
     def matrices(self) -> int:
@@ -118,7 +115,10 @@ class Shapes:
 
     def optimizer_bytes(self, optimizer: str, tokens_per_step: int) -> int:
         """Bytes of the optimizer's state of the whole model."""
-        return sum(weight.count * weight.optimizer_bytes(optimizer, tokens_per_step) for weight in self.weights)
+        size = 0
+        for weight in self.weights:
+            size += weight.count * weight.optimizer_bytes(optimizer, tokens_per_step)
+        return size
 
     def as_trained(self, model: PreTrainedModel) -> "Shapes":
         """The shapes of a run's model: its frozen parameters are marked, and the matrices of its LoRA are added."""

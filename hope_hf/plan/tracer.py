@@ -51,12 +51,14 @@ class Passing:
     def __call__(self, hidden_states: Tensor, *args, **kwargs):
         if not self.is_passing:
             output = self.computes(hidden_states, *args, **kwargs)
-            self.form[:] = [len(output) if isinstance(output, tuple) else 0]
+            values = len(output) if isinstance(output, tuple) else 0
+            self.form[:] = [values]
             return output
         (values,) = self.form
         if values == 0:
             return hidden_states
-        return hidden_states, *([None] * (values - 1))
+        others = [None] * (values - 1)
+        return hidden_states, *others
 
 
 class Tracer:
@@ -73,15 +75,19 @@ class Tracer:
         self.config = with_layers(without_dropout(config), kinds)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with operators_of(mode.on_cpu), torch.random.fork_rng(devices=[]), self._fake:
-            self._model = build(self.config, options)
-            recompute_activations(self._model, Recomputed(part))
-            self._model.train()
-            for parameter in self._model.parameters():
-                parameter.data = parameter.data.to(mode.dtype or parameter.dtype)
-        self._blocks = dict(zip(kinds, blocks_of(self._model), strict=True))
+            model = build(self.config, options)
+            recompute_activations(model, Recomputed(part))
+            model.train()
+            for parameter in model.parameters():
+                dtype = mode.dtype or parameter.dtype
+                parameter.data = parameter.data.to(dtype)
+        self._model = model
+        self._blocks = dict(zip(kinds, blocks_of(model), strict=True))
         self._first = kinds[0]
         self._form: list[int] = []
-        self._passing = {kind: Passing(block, self._form) for kind, block in self._blocks.items()}
+        self._passing = {}
+        for kind, block in self._blocks.items():
+            self._passing[kind] = Passing(block, self._form)
         self.block = cache(self._trace_block)
         self.ends = cache(self._trace_ends)
 

@@ -51,26 +51,35 @@ def traffic(
     Args:
         gather_bytes, reduce_bytes: bytes per parameter.
     """
-    strategy, parts = launch.strategy, launch.parts
-    share = (parts - 1) / parts
+    strategy = launch.strategy
     is_deepspeed = strategy.engine == "deepspeed"
     reduces_each = GRADIENTS in strategy.shared and (sync_each_batch or is_deepspeed)
     reductions = accumulation if reduces_each else 1
     if not strategy.shared:
-        share = (launch.world_size - 1) / launch.world_size
-        return Traffic(0, 2 * share * parameters * reduce_bytes * reductions)
+        # An all-reduce is two passes over all processes.
+        sent = _share(launch.world_size) * parameters
+        return Traffic(0, 2 * sent * reduce_bytes * reductions)
+    # What a process sends of one number for each parameter.
+    sent = _share(launch.parts) * parameters
+    reduce = sent * reduce_bytes * reductions
     if not strategy.gathers:
-        passes = 2 if is_deepspeed and GRADIENTS in strategy.shared else 1
-        # The updated weights are gathered once per step.
-        return Traffic(share * parameters * 4, passes * share * parameters * reduce_bytes * reductions)
+        if is_deepspeed and GRADIENTS in strategy.shared:
+            reduce *= 2
+        # The updated weights are gathered once per step, in fp32.
+        return Traffic(sent * 4, reduce)
     gathers = 2 * accumulation
     if is_deepspeed:
         # Between a weight's forward and its backward, every later weight is used twice.
-        gathers -= accumulation * min(1, REUSE_DISTANCE / 2 / parameters)
+        used_again = min(1, REUSE_DISTANCE / 2 / parameters)
+        gathers -= accumulation * used_again
     if strategy.keeps_gathered:
         gathers = 1 if strategy.engine == "fsdp1" and not sync_each_batch else accumulation
-    reduce = share * parameters * reduce_bytes * reductions
     if launch.replicas > 1:
-        between = (launch.replicas - 1) / launch.replicas
-        reduce += 2 * between * parameters / parts * reduce_bytes * reductions
-    return Traffic(gathers * share * parameters * gather_bytes, reduce)
+        between = 2 * _share(launch.replicas) * parameters / launch.parts
+        reduce += between * reduce_bytes * reductions
+    return Traffic(gathers * sent * gather_bytes, reduce)
+
+
+def _share(processes: int) -> float:
+    """The share of a tensor that each process sends where it is gathered or scattered."""
+    return (processes - 1) / processes

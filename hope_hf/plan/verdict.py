@@ -88,6 +88,7 @@ def _setting(question: Question, launch: Launch) -> Setting:
     reduce_bytes = 4
     if launch.strategy.is_fsdp and launch.precision != "no":
         reduce_bytes = step.reduce_dtype.itemsize
+    memory = question.memory(launch, step)
     sent = traffic(
         question.shapes.count,
         launch,
@@ -96,7 +97,7 @@ def _setting(question: Question, launch: Launch) -> Setting:
         gather_bytes=launch.compute_bytes,
         reduce_bytes=reduce_bytes,
     )
-    return Setting(launch, question.memory(launch, step), sent, is_asked=launch is question.launch)
+    return Setting(launch, memory, sent, is_asked=launch is question.launch)
 
 
 def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: "Simulation | None") -> Verdict:
@@ -108,18 +109,24 @@ def verdict(question: Question, rows: list[Setting], gpu: Gpu, simulation: "Simu
     # The simulated peak of this setting corrects the plans of others.
     factor = peak / asked.memory.peak
     flops = flops_per_token(question.shapes.model, question.step.block_size)
-    tokens_per_second = launch.world_size * gpu.peak_flops(launch.precision) * args.mfu / flops
-    days = cost = None
+    flops_per_second = launch.world_size * gpu.peak_flops(launch.precision) * args.mfu
+    tokens_per_second = flops_per_second / flops
+    days = None
+    cost = None
     if question.total_tokens is not None:
         days = question.total_tokens / tokens_per_second / 86_400
         if args.price_per_gpu_hour is not None:
-            cost = days * 24 * launch.world_size * args.price_per_gpu_hour
+            gpu_hours = days * 24 * launch.world_size
+            cost = gpu_hours * args.price_per_gpu_hour
+    instead = None
+    if peak > gpu.usable:
+        instead = _instead(question, rows, gpu.usable, factor)
     return Verdict(
         gpu=gpu,
         peak=peak,
         usable=gpu.usable,
         largest_batch=largest_batch(question, launch, gpu.usable, factor),
-        instead=None if peak <= gpu.usable else _instead(question, rows, gpu.usable, factor),
+        instead=instead,
         step_seconds=question.tokens_per_step / tokens_per_second,
         link_seconds=asked.traffic.seconds(gpu.link),
         network_seconds=asked.traffic.seconds(question.network),
@@ -133,7 +140,8 @@ def largest_batch(question: Question, launch: Launch, room: int, factor: float =
 
     def is_too_large(rows: int) -> bool:
         step = replace(question.step, batch_size=rows)
-        return factor * question.memory(launch, step).peak > room
+        memory = question.memory(launch, step)
+        return factor * memory.peak > room
 
     return bisect(range(1, MOST_ROWS + 1), False, key=is_too_large)
 
@@ -148,7 +156,8 @@ def _instead(question: Question, rows: list[Setting], room: int, factor: float) 
     synced = dict.fromkeys((step.sync_each_batch, True))
     for checkpointing, launch, sync in itertools.product(recomputed, suggested, synced):
         changed = replace(step, checkpointing=checkpointing, sync_each_batch=sync)
-        if factor * question.memory(launch, changed).peak <= room:
+        memory = question.memory(launch, changed)
+        if factor * memory.peak <= room:
             return _changes(question, launch, changed)
     return None
 
@@ -174,9 +183,13 @@ def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdic
     if any(verdict.fits or verdict.instead for verdict in verdicts):
         return
     best = max(verdicts, key=lambda verdict: verdict.usable)
-    batches = {row.name: largest_batch(question, row.launch, best.usable) for row in rows}
+    batches = {}
+    for row in rows:
+        batches[row.name] = largest_batch(question, row.launch, best.usable)
     name = max(batches, key=batches.get)
     least = min(rows, key=lambda row: row.memory.peak)
+    needed = least.memory.peak / GIB
+    usable = best.usable / GIB
     fix = "raise --world_size, lower --block_size or the model's size"
     if batches[name]:
         fix = f"lower it to {batches[name]} ({name})"
@@ -184,5 +197,5 @@ def require_a_fit(question: Question, rows: list[Setting], verdicts: list[Verdic
         fix += ", or give --gradient_checkpointing"
     raise ValueError(
         f"--per_device_train_batch_size {question.step.batch_size} fits no setting on {best.gpu.name}: the smallest, "
-        f"{least.name}, needs {least.memory.peak / GIB:.1f} of {best.usable / GIB:.1f} GiB; {fix}."
+        f"{least.name}, needs {needed:.1f} of {usable:.1f} GiB; {fix}."
     )

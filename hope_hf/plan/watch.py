@@ -60,11 +60,17 @@ class Watch:
         """The peaks of a phase, from the first to the last number of gradients, without the gradients."""
         sizes = []
         for number in range(first, last + 1):
-            sizes.append(self.tracker.peaks[phase, number] - self.gradients[number])
+            peak = self.tracker.peaks[phase, number]
+            sizes.append(peak - self.gradients[number])
         return tuple(sizes)
 
+    def _owned(self, owner: str, but: weakref.ref) -> int:
+        """What a part made and still keeps, without the storage `but`."""
+        return self.tracker.owned[owner] - _size_of(but)
+
     def _count_gradient(self, parameter: nn.Parameter) -> None:
-        self.gradients.append(self.gradients[-1] + parameter.grad.nbytes)
+        before = self.gradients[-1]
+        self.gradients.append(before + parameter.grad.nbytes)
         self.enter(self.phase)
 
     def _enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -113,8 +119,8 @@ class BlockWatch(Watch):
     def note_kept(self, inputs: Tensor) -> None:
         """What is there now is kept for the backward pass; `inputs` [B, T]: token ids, which no block reads."""
         self.kept = self._left()
-        self.kept_input = _size_of(self.input())
-        self.shared = self._of_ends() - inputs.nbytes
+        self.kept_input = _size_of(self.input)
+        self.shared = self._owned("ends", but=self.input) - inputs.nbytes
 
     def block(self) -> Block:
         """What was noted."""
@@ -135,15 +141,11 @@ class BlockWatch(Watch):
 
     def _left(self) -> int:
         """What the block keeps now, without its output and with its input."""
-        return self.tracker.owned["block"] - _size_of(self.output()) + _size_of(self.input())
-
-    def _of_ends(self) -> int:
-        """What the ends made and still keep, without the block's input."""
-        return self.tracker.owned["ends"] - _size_of(self.input())
+        return self._owned("block", but=self.output) + _size_of(self.input)
 
     def _enter_backward(self, gradient: Tensor) -> None:
         # What does not belong to the block while it runs backward: the ends' gradients, and what they still keep.
-        self.others = self._of_ends()
+        self.others = self._owned("ends", but=self.input)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 self.others += parameter.grad.nbytes
@@ -174,7 +176,7 @@ class EndsWatch(Watch):
 
     def note_kept(self) -> None:
         """What is there now is kept for the backward pass."""
-        self.kept = self.tracker.owned["ends"] - _size_of(self.hidden_states())
+        self.kept = self._owned("ends", but=self.hidden_states)
 
     def ends(self) -> Ends:
         """What was noted."""
@@ -205,9 +207,12 @@ class EndsWatch(Watch):
     def _pass_backward(self, gradient: Tensor) -> None:
         self.passed = len(self.gradients) - 1
         self.end = self.tracker.live - self.gradients[-1]
-        self.carried = self.end - self.tracker.owned["ends"] - gradient.nbytes
+        owned = self.tracker.owned["ends"]
+        self.carried = self.end - owned - gradient.nbytes
         self.enter("last")
 
 
-def _size_of(storage: torch.UntypedStorage | None) -> int:
+def _size_of(reference: weakref.ref) -> int:
+    """Bytes of a storage; 0 if it is gone."""
+    storage = reference()
     return 0 if storage is None else storage.nbytes()
