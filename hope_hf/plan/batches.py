@@ -5,7 +5,7 @@ rounds of operators takes long: instead of a long text many short ones are trace
 same proportion.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .allocations import Block, Ends, combined
 from .fake import kinds_of_layers
@@ -14,6 +14,24 @@ from .tracer import Layer, Tracer
 
 # Rounds by which the longer one of two short texts is longer (`layers.Mixer.rounds`).
 MORE_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A batch of `rows` texts of `tokens` tokens."""
+
+    rows: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of all texts."""
+        return self.rows * self.tokens
+
+    def of_length(self, tokens: int) -> "Texts":
+        """Texts of another length with about as many tokens in all."""
+        rows = round(self.total / tokens)
+        return Texts(max(1, rows), tokens)
 
 
 class Batches:
@@ -35,10 +53,11 @@ class Batches:
         Traced for the first number of rows that is asked for; twice as many show what does not grow with them.
         """
         first = self._first_rows.setdefault(tokens, rows)
-        block = self._of_batch(layer, first, tokens)
+        texts = Texts(first, tokens)
+        block = self._of_batch(layer, texts)
         if rows == first:
             return block
-        fixed = self._fixed(layer, first, tokens)
+        fixed = self._fixed(layer, texts)
         times = rows / first
         return combined((times, block), (1 - times, fixed))
 
@@ -56,42 +75,44 @@ class Batches:
         more = rows / few - 1
         return combined((1 - more, start), (more, end))
 
-    def _of_batch(self, layer: Layer, rows: int, tokens: int) -> Block:
+    def _of_batch(self, layer: Layer, texts: Texts) -> Block:
         """The bytes for texts that are traced, or that shorter ones stand for.
 
         More short texts, which have as many tokens in all, need as much but for what each text needs at its ends. That
         grows with the number of texts, so that two such batches show what fewer texts need.
         """
-        short, longer = self._short_texts(layer.kind, tokens)
+        tokens = texts.tokens
+        short, longer = self._short_lengths(layer.kind, tokens)
         if short == tokens:
-            return self._trace(layer, rows, tokens, tokens)
-        many = _rows_of(short, rows, tokens)
-        fewer = _rows_of(longer, rows, tokens)
-        of_many = self._trace(layer, many, short, tokens)
-        of_fewer = self._trace(layer, fewer, longer, tokens)
+            return self._trace(layer, texts, tokens)
+        many = texts.of_length(short)
+        fewer = texts.of_length(longer)
+        of_many = self._trace(layer, many, tokens)
+        of_fewer = self._trace(layer, fewer, tokens)
         # What one text needs is a straight line over its length.
         along = (tokens - short) / (longer - short)
-        shared = combined((1 - along, of_many), (along, of_fewer)).shared
-        if many * short == fewer * longer == rows * tokens:
-            share = (many - rows) / (many - fewer)
+        of_one = combined((1 - along, of_many), (along, of_fewer))
+        if many.total == fewer.total == texts.total:
+            share = (many.rows - texts.rows) / (many.rows - fewer.rows)
             block = combined((1 - share, of_many), (share, of_fewer))
         else:
-            fixed = self._fixed(layer, rows, tokens)
-            of_short = rows * (1 - along) / many
-            of_longer = rows * along / fewer
+            of_short = texts.rows * (1 - along) / many.rows
+            of_longer = texts.rows * along / fewer.rows
             rest = 1 - of_short - of_longer
+            fixed = self._fixed(layer, texts)
             block = combined((of_short, of_many), (of_longer, of_fewer), (rest, fixed))
-        return replace(block, shared=shared)
+        return replace(block, shared=of_one.shared)
 
-    def _fixed(self, layer: Layer, rows: int, tokens: int) -> Block:
+    def _fixed(self, layer: Layer, texts: Texts) -> Block:
         """What does not grow with the rows of a batch."""
-        short, _ = self._short_texts(layer.kind, tokens)
-        rows = _rows_of(short, rows, tokens)
-        once = self._trace(layer, rows, short, tokens)
-        twice = self._trace(layer, 2 * rows, short, tokens)
+        short, _ = self._short_lengths(layer.kind, texts.tokens)
+        many = texts.of_length(short)
+        more = replace(many, rows=2 * many.rows)
+        once = self._trace(layer, many, texts.tokens)
+        twice = self._trace(layer, more, texts.tokens)
         return combined((2, once), (-1, twice))
 
-    def _short_texts(self, kind: str, tokens: int) -> tuple[int, int]:
+    def _short_lengths(self, kind: str, tokens: int) -> tuple[int, int]:
         """The lengths of two texts that stand for texts of `tokens` tokens; `tokens` itself where it is short."""
         rounds = self._rounds[kind]
         if rounds is None:
@@ -107,27 +128,22 @@ class Batches:
         """Whether a block runs as many operators for a longer text: compiled code goes over its rounds by itself."""
         if kind not in self._is_compiled:
             layer = Layer(kind)
-            of_short = self._trace(layer, 1, short, short)
-            of_longer = self._trace(layer, 1, longer, longer)
+            of_short = self._trace(layer, Texts(1, short), short)
+            of_longer = self._trace(layer, Texts(1, longer), longer)
             self._is_compiled[kind] = of_short.operators == of_longer.operators
         return self._is_compiled[kind]
 
-    def _trace(self, layer: Layer, rows: int, tokens: int, whole: int) -> Block:
-        """Texts that stand for texts of `whole` tokens: as large a share of chunks is recomputed."""
-        recomputed = getattr(self._config, "recompute_chunks", None)
-        if tokens < whole:
-            size = self._config.memory_chunk_size
-            chunks = -(-tokens // size)
-            chunks_of_whole = -(-whole // size)
-            if 0 < recomputed < chunks_of_whole:
-                share = chunks / chunks_of_whole
+    def _trace(self, layer: Layer, texts: Texts, tokens: int) -> Block:
+        """Texts that stand for texts of `tokens` tokens: as large a share of chunks is recomputed."""
+        config = self._config
+        recomputed = getattr(config, "recompute_chunks", None)
+        if texts.tokens < tokens:
+            chunks = -(-texts.tokens // config.memory_chunk_size)
+            of_chunks = -(-tokens // config.memory_chunk_size)
+            if 0 < recomputed < of_chunks:
+                share = chunks / of_chunks
                 recomputed = max(1, round(recomputed * share))
-        return self.tracer.block(layer, rows, tokens, recomputed)
-
-
-def _rows_of(short: int, rows: int, tokens: int) -> int:
-    """How many short texts have about as many tokens as `rows` texts of `tokens` tokens."""
-    return max(1, round(rows * tokens / short))
+        return self.tracer.block(layer, texts.rows, texts.tokens, recomputed)
 
 
 def _rounds_by_kind(config) -> dict:

@@ -205,7 +205,8 @@ def _loss(walk: _Walk, parts: Parts, left: int, is_tied: bool) -> None:
     # The tail is freed before the head runs backward, and gathered again: after that, where the head's output leaves
     # the model, since the loss then begins the backward pass.
     walk.free(TAIL)
-    walk.gather(TAIL, kept + max(ends.head, ends.end))
+    of_head = max(ends.head, ends.end)
+    walk.gather(TAIL, kept + of_head)
     walk.stay(TAIL)
     peaks = ends.loss_steps
     reduced = 0

@@ -128,7 +128,8 @@ class Launch:
         strategy = self.strategy
         is_deepspeed = strategy.engine == "deepspeed"
         casts = strategy.is_fsdp and strategy.gathers or is_deepspeed and self.precision == "fp16"
-        return Mode(self.precision, casts and self.precision != "no", self.on_cpu)
+        is_cast = casts and self.precision != "no"
+        return Mode(self.precision, is_cast, self.on_cpu)
 
     @property
     def compute_bytes(self) -> int:

@@ -56,7 +56,8 @@ def memory(
     if parts is None:
         parts = parts_of(config, shapes, launch, step)
     states = _states(shapes, launch, step)
-    resting = Counter({name: states[name] for name in (WEIGHTS, OPTIMIZER, "buckets")})
+    resting = Counter(states)
+    del resting[GRADIENTS]
     if launch.strategy.gathers:
         moments = gathered_moments(parts, shapes, launch, step)
     else:
@@ -64,7 +65,8 @@ def memory(
         replica = _Replica(states[GRADIENTS], trained, launch, step)
         replica.take(parts)
         moments = replica.moments
-    moments.append(Moment(UPDATE, Counter({GRADIENTS: states[GRADIENTS]})))
+    update = Counter({GRADIENTS: states[GRADIENTS]})
+    moments.append(Moment(UPDATE, update))
     offloads = launch.strategy.offloads
     if OPTIMIZER in offloads:
         # DeepSpeed offloads its copy of the weights together with its optimizer.

@@ -119,10 +119,12 @@ class _TracedStep:
         """What the blocks of all kinds keep of tensors that the ends do not keep for themselves."""
         shared: Counter[str] = Counter()
         for layer, block in by_layer.items():
-            shared[layer.kind] = max(shared[layer.kind], block.shared)
+            before = shared[layer.kind]
+            shared[layer.kind] = max(before, block.shared)
         # Beside the token ids the ends keep what they need themselves, such as the mask of a dropout.
         of_ends = ends.kept - BYTES_OF_TOKEN_ID * math.prod(self.batch)
-        return sum(max(0, size - of_ends) for size in shared.values())
+        others = [max(0, size - of_ends) for size in shared.values()]
+        return sum(others)
 
     def _saved_by_kernels(self, kind: str, mixer) -> int:
         """Bytes that a layer's mixer keeps on torch's operators, which are traced, and not on kernels of GPUs."""

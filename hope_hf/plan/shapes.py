@@ -155,7 +155,8 @@ def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
             unit = EMBEDDING
         else:
             # Vectors outside the blocks belong to the last norm.
-            unit = TAIL if parameter is output or parameter.ndim == 1 else ROOT
+            is_in_tail = parameter is output or parameter.ndim == 1
+            unit = TAIL if is_in_tail else ROOT
         shape = tuple(parameter.shape)
         weights.append(Weight(name, shape, unit, periods[name], rules[name]))
     return Shapes(tuple(weights), is_tied=table is output, model=model)
