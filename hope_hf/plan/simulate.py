@@ -1,7 +1,7 @@
 """The peak memory of one training step, simulated whole on fake tensors and a fake process group.
 
 One CPU process simulates any number of processes: model, wrapping and optimizer are the trainer's own, and torch's
-trackers (`torch.distributed._tools`) count the bytes of all live tensors. That takes minutes for a deep model;
+trackers (`torch.distributed._tools`) count the bytes of all live tensors. That takes a minute for a deep model;
 `memory.py` adds up the traces of a few parts to the same peak, as `tests/plan/test_memory.py` shows.
 """
 
