@@ -206,6 +206,7 @@ class PassageIndex:
     def _best(self, query: str, pieces: int) -> list[Passage]:
         """The best passages of a query of FTS5; of those with the same words, as of a text read twice, one."""
         passages: dict[str, Passage] = {}
+        taken: list[Passage] = []
         ranked = self._database.execute(_SEARCH, (query,))
         for number, rank in ranked:
             if len(passages) == pieces:
@@ -214,11 +215,12 @@ class PassageIndex:
             columns = self._indexed[span.start : span.stop]
             ids = (columns % BEGINS).tolist()
             text = self._text_of(ids)
-            words = text.strip()
             passage = Passage(text, span.start, span.stop, score=-rank)
-            overlaps = map(passage.overlaps, passages.values())
-            if words not in passages and not any(overlaps):
-                passages[words] = passage
+            if any(map(passage.overlaps, taken)):
+                continue
+            # also one with known words: what overlaps it says them again
+            taken.append(passage)
+            passages.setdefault(text.strip(), passage)
         return list(passages.values())
 
 

@@ -551,13 +551,21 @@ def test_options_of_generate_do_not_see_the_passages(tiny_model, english, byte_t
     assert tokens[0].tolist() == [*question[0].tolist(), letter, letter]
 
 
-@pytest.mark.parametrize("tokens", [8, 14])
-def test_document_read_twice_is_recalled_once(reader, english, tokens):
+@pytest.mark.parametrize(
+    "question, tokens, pieces",
+    [
+        ("queen likes fish", 8, 1),
+        ("queen likes fish", 14, 1),
+        # the copy of the best passage overlaps one that has fewer of the words
+        ("soup fish ship dog", 20, 4),
+    ],
+)
+def test_document_read_twice_is_recalled_once(reader, english, question, tokens, pieces):
     cache = reader(TEXT)
-    expected = texts_of(cache.recall("queen likes fish", english, tokens))
+    expected = texts_of(cache.recall(question, english, tokens, pieces))
     cache.archive.begin_document()
     reader(f" {TEXT}", cache)
-    assert texts_of(cache.recall("queen likes fish", english, tokens)) == expected
+    assert texts_of(cache.recall(question, english, tokens, pieces)) == expected
 
 
 def test_texts_that_are_named_documents_are_not_joined(tiny_model):
