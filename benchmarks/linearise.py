@@ -41,8 +41,6 @@ from hope_hf.model.window_attention import HopeWindowAttention, WindowState, pla
 KIND = "window_with_memories"
 # tokens of a memory's chunk, and of a call that reads a test's text
 CHUNK, PIECE = 64, 512
-# tokens of a test's text
-TEST_LENGTH = 4096
 # tokens between a training fact and its repetition: more than the window
 FAR = 560
 # learning rate of gates over that of maps: a gate is a sum of hundreds of inputs
@@ -433,6 +431,7 @@ def add_test_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", choices=tuple(FORMS), default="cloze", help="of asking")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--test_seeds", type=int, nargs="+", default=[42, 43])
+    parser.add_argument("--test_length", type=int, default=4096, help="tokens of a test's text")
 
 
 def texts_of(tokenizer, args: argparse.Namespace) -> tuple[str, list[TextWithFacts]]:
@@ -441,7 +440,7 @@ def texts_of(tokenizer, args: argparse.Namespace) -> tuple[str, list[TextWithFac
     other_text = Path(args.text).read_text(encoding="utf-8")
     first_fifth = novel[: len(novel) // 5]
     last_half = novel[len(novel) // 2 :]
-    tests = [text_with_facts(tokenizer, last_half, TEST_LENGTH, seed) for seed in args.test_seeds]
+    tests = [text_with_facts(tokenizer, last_half, args.test_length, seed) for seed in args.test_seeds]
     return f"{first_fifth}\n\n{other_text}", tests
 
 
