@@ -81,6 +81,16 @@ class Context(NamedTuple):
     is_asked: Tensor
 
 
+def paragraphs_of(text: str) -> list[str]:
+    """The paragraphs of a text, each on one line."""
+    paragraphs = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        words = paragraph.split()
+        if words:
+            paragraphs.append(" ".join(words))
+    return paragraphs
+
+
 class Contexts:
     """Paragraphs with made-up facts between them, which are said or asked again further on."""
 
@@ -88,11 +98,7 @@ class Contexts:
         self.tokenizer = tokenizer
         self.length = length
         self.draw = random.Random(seed)
-        self.paragraphs = []
-        for paragraph in re.split(r"\n\s*\n", text):
-            words = paragraph.split()
-            if words:
-                self.paragraphs.append(" ".join(words))
+        self.paragraphs = paragraphs_of(text)
 
     def make(self) -> Context:
         """The next context."""

@@ -4,9 +4,9 @@ No wording, answer or name is one of the recall suite's (`hope_hf/evaluation/rec
 """
 
 import random
-import re
 from typing import NamedTuple
 
+from linearise import paragraphs_of
 from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -343,11 +343,7 @@ class AskedTexts:
         self.tokenizer = tokenizer
         self.length = length
         self.draw = random.Random(seed)
-        self.paragraphs = []
-        for paragraph in re.split(r"\n\s*\n", text):
-            words = paragraph.split()
-            if words:
-                self.paragraphs.append(" ".join(words))
+        self.paragraphs = paragraphs_of(text)
 
     def make(self) -> AskedText:
         """The next text."""
