@@ -45,6 +45,11 @@ def as_if_real(fake: FakeTensorMode, model: PreTrainedModel, tokens: int, in_pla
         yield
 
 
+def is_in_backward() -> bool:
+    """Whether this code runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _AsIfReal(TorchDispatchMode):
     """Replaces operations that need the numbers of a tensor.
 
@@ -91,8 +96,7 @@ class _AsIfReal(TorchDispatchMode):
         return FakeTensor(self.fake, result, CPU)
 
     def _add(self, first: Tensor, second, **kwargs) -> Tensor:
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        is_gradient = is_in_backward and isinstance(second, Tensor)
+        is_gradient = is_in_backward() and isinstance(second, Tensor)
         if is_gradient and first.shape == second.shape == self.embedding:
             return aten.add_.Tensor(first, second, **kwargs)
         return self._run(aten.add.Tensor, (first, second), kwargs)

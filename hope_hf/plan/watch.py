@@ -9,6 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 
 from .allocations import Block, Ends
+from .as_if_real import is_in_backward
 from .tracker import Tracker
 
 
@@ -74,20 +75,16 @@ class Watch:
         self.enter(self.phase)
 
     def _enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if not _is_recomputed():
+        # inside it the block is recomputed
+        if not is_in_backward():
             self.before_block(args[0])
         if self.dtype is None:
             return args, kwargs
         return _apply_to_tensors(partial(_cast_fp_tensor, self.dtype), (args, kwargs))
 
     def _leave_block(self, block: nn.Module, args: tuple, output: Tensor | tuple) -> None:
-        if not _is_recomputed():
+        if not is_in_backward():
             self.after_block(output[0] if isinstance(output, tuple) else output)
-
-
-def _is_recomputed() -> bool:
-    """Whether a forward pass runs inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class BlockWatch(Watch):
