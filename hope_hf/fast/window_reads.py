@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..model.window_attention import Band, Streams, read_band
+from ..model.streams import Streams
+from ..model.window_attention import Band, read_band
 
 
 class _WindowReads(torch.autograd.Function):

@@ -16,18 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.llama.modeling_llama import rotate_half
 
 from .attention import HopeAttention, rotary_reach
 from .backends import asked_kernels, fast_path
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import Tensors, call, named_tuple, register
+from .streams import Angles, Streams, angles_at, bias_of, make_streams, scores_of, take
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
-
-# cosines and sines of positions [B or 1, 1, T, D]
-Angles = tuple[Tensor, Tensor]
 
 
 class WindowState(NamedTuple):
@@ -68,17 +65,6 @@ class WindowPlan(SlotPlan):
     recalled_slots: Tensor | None = None
     # the key that goes into each slot of the state [K + W] or [B, K + W]
     kept_keys: Tensor | None = None
-
-
-class Streams(NamedTuple):
-    """What the tokens of a call ask for and offer, after rotation [B, heads, T, D]."""
-
-    # scaled
-    queries: Tensor
-    # the same at the positions from which they see sinks; `None` if no query sees one
-    sink_queries: Tensor | None
-    keys: Tensor
-    values: Tensor
 
 
 def plan_window(
@@ -129,7 +115,7 @@ def _plan_token(
         plan.token_slot = _state_slot(position[:, 0], sinks, window)
         slot = torch.arange(size, device=position.device)
         is_empty = slot > position
-        bias = _bias(is_empty[:, None], dtype)
+        bias = bias_of(is_empty[:, None], dtype)
     else:
         plan.token_slot = _state_slot(plan.before, sinks, window)
         if plan.before < size:
@@ -246,7 +232,7 @@ def _plan_bands(
             visible_sink = sink if sees_sinks else None
             query_position = position[:, start:stop, None]
             hidden = _hidden_keys(query_position, start, first, window, visible_sink)
-            biases[layout] = _bias(hidden, dtype)
+            biases[layout] = bias_of(hidden, dtype)
         window_keys = slice(first_own_key + first, first_own_key + stop)
         bands.append(Band(start, stop, sink_keys, window_keys, biases[layout]))
     return bands
@@ -286,13 +272,6 @@ def _state_slot(token: int | Tensor, sinks: int, window: int) -> int | Tensor:
     return token if token < sinks else ring
 
 
-def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """`Band.bias` from whether a query does not see a key [1 or B, queries, keys]."""
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    bias = bias.masked_fill(hidden, -torch.inf)
-    return bias[:, None, None]
-
-
 def window_positions(
     config: PreTrainedConfig,
     rotary: nn.Module,
@@ -301,7 +280,7 @@ def window_positions(
 ) -> tuple[Angles, Angles | None]:
     """Angles of the tokens' positions in their documents, and of queries that read sinks (`None` if none does)."""
     position = plan.to_tokens(plan.positions()).clamp(min=0)
-    angles = _angles(rotary, hidden_states, position)
+    angles = angles_at(rotary, hidden_states, position)
     # a graph serves all lengths; a band that sees sinks is followed by others that do
     sees_sinks = isinstance(plan, TokenPlan) or plan.bands[-1].sinks is not None
     if not (config.attention_sinks and sees_sinks):
@@ -309,29 +288,7 @@ def window_positions(
     # Sinks stay at the distance that they have when the window is first full, as in StreamingLLM: beyond the trained
     # length their own positions cost nats (docs/log).
     capped = position.clamp(max=config.attention_sinks + config.sliding_window - 1)
-    return angles, _angles(rotary, hidden_states, capped)
-
-
-def _angles(rotary: nn.Module, hidden_states: Tensor, position: Tensor) -> Angles:
-    cosines, sines = rotary(hidden_states, position_ids=position)
-    return cosines.unsqueeze(1), sines.unsqueeze(1)
-
-
-def _rotate(x: Tensor, turned: Tensor, angles: Angles) -> Tensor:
-    """Heads [B, H, T, D], of which `turned` is `rotate_half`, at the positions with these angles."""
-    cosines, sines = angles
-    return torch.addcmul(x * cosines, turned, sines)
-
-
-def _take(x: Tensor, index: slice | Tensor) -> Tensor:
-    """[B, H, M, D] at a slice or the indices [M] of all rows, or [B, M] of each."""
-    if isinstance(index, slice):
-        return x[:, :, index]
-    if index.ndim == 1:
-        return x.index_select(2, index)
-    _, heads, _, width = x.shape
-    index = index[:, None, :, None].expand(-1, heads, -1, width)
-    return x.gather(2, index)
+    return angles, angles_at(rotary, hidden_states, capped)
 
 
 def _to_slots(plan: WindowPlan, x: Tensor | None) -> Tensor | None:
@@ -383,8 +340,8 @@ def read_window(
         keys = _with_token(ring_keys, keys, plan)
         values = _with_token(ring_values, values, plan)
     elif plan.recalled_slots is not None:
-        earlier_keys = _take(ring_keys, plan.recalled_slots)
-        earlier_values = _take(ring_values, plan.recalled_slots)
+        earlier_keys = take(ring_keys, plan.recalled_slots)
+        earlier_values = take(ring_values, plan.recalled_slots)
         keys = torch.cat([earlier_keys, keys], dim=2)
         values = torch.cat([earlier_values, values], dim=2)
         if not (ring_keys.requires_grad or ring_values.requires_grad):
@@ -410,8 +367,8 @@ def read_window(
     if not need_state:
         return reads, None
     if plan.kept_keys is not None:
-        keys = _take(keys, plan.kept_keys)
-        values = _take(values, plan.kept_keys)
+        keys = take(keys, plan.kept_keys)
+        values = take(values, plan.kept_keys)
     return reads, WindowState(keys, values)
 
 
@@ -431,11 +388,11 @@ def read_band(
     number = band.stop - band.start
     queries = streams.queries[:, :, asking]
     window_keys = keys[:, :, band.window_keys]
-    scores = _scores(queries, window_keys)
+    scores = scores_of(queries, window_keys)
     if band.sinks is not None:
         sink_queries = streams.sink_queries[:, :, asking]
-        sink_keys = _take(keys, band.sinks)
-        sink_scores = _scores(sink_queries, sink_keys)
+        sink_keys = take(keys, band.sinks)
+        sink_scores = scores_of(sink_queries, sink_keys)
         scores = torch.cat([sink_scores, scores], dim=2)
     if band.bias is not None:
         # [B, H, heads / H, q, keys]
@@ -460,7 +417,7 @@ def _read_values(weights: Tensor, values: Tensor, band: Band) -> Tensor:
         # the sinks are next to the window: one product reads both
         window_keys = slice(window_keys.stop)
     elif band.sinks is not None:
-        sink_values = _take(values, band.sinks).flatten(0, 1)
+        sink_values = take(values, band.sinks).flatten(0, 1)
     window_values = values[:, :, window_keys].flatten(0, 1)
     if sink_values is None:
         return torch.bmm(weights, window_values)
@@ -468,21 +425,6 @@ def _read_values(weights: Tensor, values: Tensor, band: Band) -> Tensor:
     sink_reads = torch.bmm(weights[:, :, :number], sink_values)
     window_reads = torch.bmm(weights[:, :, number:], window_values)
     return sink_reads + window_reads
-
-
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products [B H, heads / H q, k] of queries [B, heads, q, D] with their keys [B, H, k, D].
-
-    The queries of a head of keys are in one product: sdpa for CPUs is several times slower in bfloat16.
-    """
-    is_single = queries.shape[2] == 1
-    keys = keys.flatten(0, 1)
-    rows, _, width = keys.shape
-    queries = queries.reshape(rows, -1, width)
-    if is_single:
-        # in bfloat16 a third of the time of the other order
-        return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
-    return torch.bmm(queries, keys.transpose(1, 2))
 
 
 def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
@@ -560,7 +502,7 @@ class HopeWindowAttention(HopeAttention):
             window_positions: the result of the function of that name.
             need_state: whether to return the state after the last token.
         """
-        streams = self._streams(hidden_states, *window_positions)
+        streams = make_streams(self, hidden_states, *window_positions)
         dropout = self.attention_dropout if self.training else 0.0
         if isinstance(window, TokenPlan):
             reads, state = self._read_in_graph(streams, state, window, need_state, dropout)
@@ -569,20 +511,6 @@ class HopeWindowAttention(HopeAttention):
             reads, state = read_window(streams, state, window, need_state, dropout, read_fast)
         by_token = reads.transpose(1, 2)
         return self.o_proj(by_token.flatten(2)), state, None
-
-    def _streams(self, hidden_states: Tensor, angles: Angles, sink_angles: Angles | None) -> Streams:
-        """The call's queries, keys and values at their positions."""
-        queries, keys, values = self.project(hidden_states)
-        # autocast multiplies in the dtype of the maps' outputs, and rotates in float32
-        dtype = values.dtype
-        queries = queries * self.scaling
-        turned = rotate_half(queries)
-        rotated = _rotate(queries, turned, angles).to(dtype)
-        sink_queries = None
-        if sink_angles is not None:
-            sink_queries = _rotate(queries, turned, sink_angles).to(dtype)
-        rotated_keys = _rotate(keys, rotate_half(keys), angles).to(dtype)
-        return Streams(rotated, sink_queries, rotated_keys, values)
 
     def _read_in_graph(
         self,

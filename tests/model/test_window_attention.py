@@ -11,7 +11,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.fast.window_reads import read_bands_for_training
 from hope_hf.model.chunks import Past
-from hope_hf.model.window_attention import Streams, WindowState, plan_window, read_window
+from hope_hf.model.streams import Streams
+from hope_hf.model.window_attention import WindowState, plan_window, read_window
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=8, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, initializer_range=0.3)
