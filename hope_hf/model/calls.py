@@ -23,6 +23,7 @@ from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
 from .level_learning import deltas_by_block
 from .mixers import MIXERS
+from .retaining_plan import Sizes, plan_retaining, retaining_positions
 from .window_attention import plan_window, window_positions
 
 # The models that this thread (or asynchronous task) reads with frozen memories.
@@ -139,6 +140,11 @@ def plan_tokens(
         window = plan_window(config.attention_sinks, config.sliding_window, hidden_states.dtype, **arguments)
         plans["window"] = window
         plans["window_positions"] = window_positions(config, trunk.rotary_emb, hidden_states, window)
+    # CODEPATH: 'retaining_attention' layers alone and in hybrids.
+    if "retained" in trunk.needs:
+        retained = plan_retaining(Sizes.of(config), hidden_states.dtype, **arguments)
+        plans["retained"] = retained
+        plans["retained_positions"] = retaining_positions(config, trunk.rotary_emb, hidden_states, retained)
     return plans
 
 

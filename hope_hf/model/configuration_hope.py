@@ -54,7 +54,7 @@ for _name, _size in (("tiny", 1176), ("pilot", 2736), ("mid", 7008), ("target", 
 # Prefixes of HOPE's own fields, also of those of older versions.
 _OWN_PREFIXES = (
     "adaptive_", "gate_mode", "inner_layer", "level_", "memory_", "mixer", "num_memory_heads", "paper_rule",
-    "projection_", "retention_bias", "sparse_",
+    "projection_", "retained_", "retention_bias", "sparse_",
 )  # fmt: skip
 # Options that the paper's rule had, at the values that it has now.
 _PAPER_RULE = {
@@ -97,8 +97,9 @@ class HopeConfig(PreTrainedConfig):
             Key and value heads of attention layers; as many as heads unless given.
         layer_types (`list[str]`, *optional*):
             Mixer of each layer: `"hope_memory"` (self-modifying memories), `"full_attention"` (softmax attention,
-            Hope-Attention), `"window_attention"` (the same to the last tokens and the first ones) or
-            `"sparse_attention"` (native sparse attention, arXiv 2502.11089). Memories in all layers unless given.
+            Hope-Attention), `"window_attention"` (the same to the last tokens and the first ones),
+            `"retaining_attention"` (the same, and to a fixed number of older tokens) or `"sparse_attention"` (native
+            sparse attention, arXiv 2502.11089). Memories in all layers unless given.
         num_memory_heads (`int`, *optional*):
             Heads of memory layers; `2 * hidden_size / head_dim` unless given, as in other recurrent models (measured
             better at equal parameters, see `docs/log`).
@@ -155,12 +156,18 @@ class HopeConfig(PreTrainedConfig):
         sparse_window (`int`, *optional*, defaults to 512):
             Last tokens that a query reads, its own included; a multiple of `sparse_block_size`.
         sliding_window (`int`, *optional*):
-            Last tokens that a query of a `"window_attention"` layer sees, its own included, as in Mistral; required
-            where there is such a layer.
+            Last tokens that a query of a `"window_attention"` layer sees, its own included, as in Mistral; a
+            `"retaining_attention"` layer sees up to `retained_block_size - 1` more. Required where there is such a
+            layer.
         attention_sinks (`int`, *optional*, defaults to 4):
-            First tokens of the document that every query of a `"window_attention"` layer sees as well, at the distance
-            that they have when the window is first full; 0 for none. Pretrained models that read beyond their window
-            need a few (arXiv 2309.17453).
+            First tokens of the document that every query of such a layer sees as well, in a `"window_attention"` layer
+            at the distance that they have when the window is first full; 0 for none. Pretrained models that read
+            beyond their window need a few (arXiv 2309.17453).
+        retained_tokens (`list[list[int]]`, *optional*):
+            Tokens behind the window that each head of keys retains, a list for each `"retaining_attention"` layer;
+            `sliding_window` for each head unless given. `hope-hf retain` shares them out.
+        retained_block_size (`int`, *optional*, defaults to 128):
+            Tokens that leave the window of such a layer together. It is part of the model.
         level_periods (`list[int]`, *optional*):
             Continuum memory: tokens of training per update of each MLP level, fast to slow (equation 71). Unless
             given, 1 for every level: no period is shorter than an optimizer step, so every step updates it. A longer
@@ -250,6 +257,9 @@ class HopeConfig(PreTrainedConfig):
     sliding_window: int | None = None
     attention_sinks: int = 4
 
+    retained_tokens: list[list[int]] | None = None
+    retained_block_size: int = 128
+
     level_periods: list[int] | None = None
     level_intermediate_sizes: list[int] | None = None
     level_variant: Literal["sequential", "independent"] = "sequential"
@@ -278,6 +288,7 @@ class HopeConfig(PreTrainedConfig):
         if self.memory_learning_rate_bias is None:
             self.memory_learning_rate_bias = [0.0, 0.0]
         RULES[self.memory_rule].fill_defaults(self)
+        self._fill_retained()
         self._fill_levels()
         # no field, and never saved; older versions of transformers add to it for tied heads
         self.base_model_tp_plan = self._tensor_parallel_plan()
@@ -295,6 +306,12 @@ class HopeConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.num_memory_heads is None:
             self.num_memory_heads = memory_heads
+
+    def _fill_retained(self) -> None:
+        """As many retained tokens as a window has."""
+        layers = self.layer_types.count("retaining_attention")
+        if self.retained_tokens is None and layers and self.sliding_window and self.num_key_value_heads:
+            self.retained_tokens = [[self.sliding_window] * self.num_key_value_heads] * layers
 
     def _fill_levels(self) -> None:
         """Levels that step every time, of equal sizes."""
@@ -346,16 +363,22 @@ class HopeConfig(PreTrainedConfig):
     @property
     def keeps_state(self) -> bool:
         """Whether a layer has a state besides softmax attention's keys and values."""
-        return bool(self.needs & {"chunks", "blocks", "window"})
+        return bool(self.needs & {"chunks", "blocks", "window", "retained"})
 
     @property
     def unused_fields(self) -> tuple[str, ...]:
         """Prefixes of the fields of mixers that no layer has."""
-        prefixes = []
+        unused = set()
+        used = set()
         for mixer in MIXERS.values():
-            if mixer not in self.mixers:
-                prefixes += mixer.own_fields
-        return tuple(prefixes)
+            fields = used if mixer in self.mixers else unused
+            fields.update(mixer.own_fields)
+        return tuple(unused - used)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether any layer sees the last `sliding_window` tokens and older ones only in part."""
+        return bool(self.needs & {"window", "retained"})
 
     @property
     def has_memories(self) -> bool:

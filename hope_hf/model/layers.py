@@ -35,10 +35,11 @@ class Mixer:
             "chunks": `plan`, the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
             "blocks": `blocks`, the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
             "window": `window`, what each token sees (`window_attention.WindowPlan`);
-            "rotary": cosines and sines of positions, with a window as `window_positions`, with blocks as
-                `block_positions`, else `position_embeddings`;
+            "retained": `retained`, the same with retained tokens (`retaining_attention.RetainingPlan`);
+            "rotary": cosines and sines of positions, with a window as `window_positions`, with retained tokens as
+                `retained_positions`, with blocks as `block_positions`, else `position_embeddings`;
             "mask": what transformers' attention takes: `attention_mask`, `position_ids`, `cache`, and options.
-            Every mixer with a state needs chunks, blocks or a window, which mark documents and padding.
+            Every mixer with a state needs one of the first four, which mark documents and padding.
         heads: names of the fields of `HopeConfig` with its numbers of heads.
         own_fields: prefixes of its fields of `HopeConfig`; cache files of models without it do not depend on them.
         level_parameters: default number of parameters of a block's levels, in units of the squared width.

@@ -13,6 +13,7 @@ from .attention import HopeAttention
 from .cache_parts import HopeMemoryLayer
 from .layers import Mixer
 from .memory_mixer import SelfModifyingTitans
+from .retaining_attention import HopeRetainingAttention
 from .sparse_attention import HopeSparseAttention
 from .window_attention import HopeWindowAttention
 
@@ -35,3 +36,4 @@ register("hope_memory", SelfModifyingTitans)
 register("sparse_attention", HopeSparseAttention)
 register("full_attention", HopeAttention)
 register("window_attention", HopeWindowAttention)
+register("retaining_attention", HopeRetainingAttention)

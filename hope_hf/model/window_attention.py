@@ -538,7 +538,7 @@ class HopeWindowAttention(HopeAttention):
         sinks = config.attention_sinks
         if sinks < 0:
             raise ValueError(f"`attention_sinks` must be at least 0, got {sinks}")
-        if "window_attention" not in config.layer_types:
+        if not config.has_window:
             if window is None:
                 return
             raise ValueError(
@@ -546,7 +546,8 @@ class HopeWindowAttention(HopeAttention):
                 "in `layer_types`, or leave it out"
             )
         if window is None:
-            raise ValueError("`layer_types` holds 'window_attention': give its `sliding_window`, in tokens")
+            kind = next(kind for kind in config.layer_types if kind in ("window_attention", "retaining_attention"))
+            raise ValueError(f"`layer_types` holds '{kind}': give its `sliding_window`, in tokens")
         if window < 1:
             raise ValueError(f"`sliding_window` must be at least 1, got {window}")
         reach = rotary_reach(config)

@@ -120,6 +120,39 @@ def windowed(mixer, hidden_states):
     return mixer.o_proj(torch.stack(outputs).view(len(hidden_states), -1))
 
 
+def retaining(mixer, hidden_states):
+    """The same with a window of whole blocks, and the older tokens with the highest scores of each head."""
+    config = mixer.config
+    window, sinks, block = config.sliding_window, config.attention_sinks, config.retained_block_size
+    width = mixer.head_dim
+    queries = mixer.q_proj(hidden_states).unflatten(-1, (-1, width))
+    keys = mixer.k_proj(hidden_states).unflatten(-1, (-1, width))
+    values = mixer.v_proj(hidden_states).unflatten(-1, (-1, width))
+    group = queries.shape[1] // keys.shape[1]
+    scores = mixer.scores(hidden_states).tolist()
+    retained = [[] for _ in range(keys.shape[1])]
+    outputs = []
+    for t in range(len(hidden_states)):
+        first = t - t % block
+        if t == first and t > 0:
+            for head, count in enumerate(mixer.counts):
+                left = range(max(sinks, first - block - window), first - window)
+                old = [slot for slot in retained[head] if first + block - 1 - slot < config.max_position_embeddings]
+                new = [slot for slot in left if first + block - 1 - slot < config.max_position_embeddings]
+                by_score = sorted(old + new, key=lambda slot: (-scores[slot][head], slot))
+                retained[head] = by_score[:count]
+        for head, query in enumerate(queries[t]):
+            near = [slot for slot in range(t + 1) if slot >= first - window or slot < sinks]
+            slots = near + retained[head // group]
+            # a sink is never farther away than the model's positions
+            capped = min(t, config.max_position_embeddings - 1)
+            distances = [(capped if slot < sinks else t) - slot for slot in slots]
+            turned = rotated(query.expand(len(slots), 1, width), angles(torch.tensor([distances]), width))[:, 0]
+            products = (turned * keys[slots, head // group]).sum(-1)
+            outputs.append((products / width**0.5).softmax(0) @ values[slots, head // group])
+    return mixer.o_proj(torch.stack(outputs).view(len(hidden_states), -1))
+
+
 def angles(positions, width, theta=10000.0):
     """Cosines and sines [..., D] of positions [...] in float64; transformers computes them in float32."""
     frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
@@ -135,7 +168,8 @@ def defined(mixer, hidden_states):
     if kind == "sparse_attention":
         turns = angles(torch.arange(hidden_states.shape[1])[None], mixer.config.head_dim)
         return torch.stack([dense_sparse(mixer, row, turns) for row in hidden_states])
-    return torch.stack([windowed(mixer, row) for row in hidden_states])
+    read = retaining if kind == "retaining_attention" else windowed
+    return torch.stack([read(mixer, row) for row in hidden_states])
 
 
 def assert_as_defined(model, ids):

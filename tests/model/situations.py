@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 
 MEMORY, FULL, WINDOW, SPARSE = "hope_memory", "full_attention", "window_attention", "sparse_attention"
+RETAINING = "retaining_attention"
 SHORT_SPARSE = dict(sparse_block_size=4, sparse_compress_stride=2, sparse_top_k=3, sparse_window=4)
 # what a model of one layer has, the kinds of its mixers among it
 MIXERS = {
@@ -30,6 +31,12 @@ MIXERS = {
     "window": dict(layer_types=[WINDOW], sliding_window=4, attention_sinks=2, use_qk_norm=True),
     "window, many sinks": dict(layer_types=[WINDOW], sliding_window=3, attention_sinks=6, attention_bias=True),
     "window alone": dict(layer_types=[WINDOW], sliding_window=5, num_attention_heads=4, num_key_value_heads=2),
+    "retaining": dict(layer_types=[RETAINING], sliding_window=4, attention_sinks=2, retained_block_size=4)
+    | dict(num_attention_heads=4, num_key_value_heads=2, retained_tokens=[[3, 2]]),
+    "retaining, short reach": dict(layer_types=[RETAINING], sliding_window=3, attention_sinks=0)
+    | dict(retained_block_size=5, retained_tokens=[[2, 4]], max_position_embeddings=16),
+    "retaining, sinks": dict(layer_types=[RETAINING], sliding_window=1, attention_sinks=3)
+    | dict(retained_block_size=3, retained_tokens=[[1, 6]], max_position_embeddings=11),
     "sparse": dict(layer_types=[SPARSE], num_attention_heads=4, num_key_value_heads=2) | SHORT_SPARSE,
     "sparse, two blocks": dict(layer_types=[SPARSE]) | SHORT_SPARSE | dict(sparse_top_k=2, sparse_compress_stride=4),
     "sparse, as in kernels": dict(layer_types=[SPARSE], head_dim=16, num_attention_heads=2, num_key_value_heads=1)
@@ -37,6 +44,8 @@ MIXERS = {
     "hybrid": dict(layer_types=[MEMORY, FULL], memory_projections=["k", "v"]),
     "sparse hybrid": dict(layer_types=[SPARSE, MEMORY]) | SHORT_SPARSE,
     "window hybrid": dict(layer_types=[WINDOW, MEMORY], sliding_window=4, attention_sinks=1),
+    "retaining hybrid": dict(layer_types=[WINDOW, RETAINING, MEMORY], sliding_window=4, attention_sinks=1)
+    | dict(retained_block_size=7, retained_tokens=[[3, 1]]),
     "levels": dict(level_periods=[1, 2], level_intermediate_sizes=[24, 16], mlp_bias=True, hidden_act="gelu"),
     "levels side by side": dict(level_periods=[1, 2], level_intermediate_sizes=[24, 16], level_variant="independent"),
 }

@@ -1,0 +1,342 @@
+"""Attention that retains tokens: the state of a document, and what the tokens of a call read.
+
+See `retaining_attention` for blocks, window and sinks.
+
+Axes: B row, T token of the call, S slot of the call (`chunks`), H head of keys, D head width; K block, W window;
+M keys of a call: the window before the call, then its slots; N tokens that a layer retains, head after head.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .chunks import TokenPlan, beside, plan_again
+from .opaque import Tensors, call, named_tuple, register
+from .retaining_plan import Band, RetainingPlan, Sizes, plan_retaining
+from .streams import Streams, bias_of, scores_of, take
+
+
+class Retained(NamedTuple):
+    """Tokens that heads retain: entries [B, N, 2 D], and scores [B, N] in float32 or wider.
+
+    `positions` [B, N] are those in the document, and -1 in slots that are empty.
+    """
+
+    entries: Tensor
+    scores: Tensor
+    positions: Tensor
+
+
+class RetainingState(NamedTuple):
+    """What a layer holds of the current document; an entry is a token's key, after rotation, and its value.
+
+    After n tokens, in block b = n // K, slot j of the window holds token b K - W + j; slots from W + n % K on, and
+    those of tokens before the document, are never read.
+    """
+
+    # entries [B, H, sinks, 2 D]
+    sinks: Tensor
+    # entries [B, H, W + K, 2 D], scores [B, H, W + K]
+    window: Tensor
+    window_scores: Tensor
+    # see `Retained`
+    retained: Tensor
+    retained_scores: Tensor
+    retained_positions: Tensor
+
+
+class Entries(NamedTuple):
+    """The M keys and values of a call: entries [B, H, M, 2 D], scores [B, H, M]."""
+
+    entries: Tensor
+    scores: Tensor
+
+    def take(self, index: slice | Tensor) -> "Entries":
+        """Those at an index, see `streams.take`."""
+        scores = take(self.scores.unsqueeze(-1), index)
+        return Entries(take(self.entries, index), scores.squeeze(-1))
+
+
+def _new_state(offered: Entries, sizes: Sizes, counts: Sequence[int]) -> RetainingState:
+    """The state before a document, for tokens like those of a call."""
+    entries, scores = offered
+    rows, heads, _, width = entries.shape
+    number = sum(counts)
+    size = sizes.window + sizes.block
+    return RetainingState(
+        sinks=entries.new_zeros(rows, heads, sizes.sinks, width),
+        window=entries.new_zeros(rows, heads, size, width),
+        window_scores=scores.new_zeros(rows, heads, size),
+        retained=entries.new_zeros(rows, number, width),
+        retained_scores=scores.new_zeros(rows, number),
+        retained_positions=torch.full((rows, number), -1, device=entries.device),
+    )
+
+
+def read_retaining(
+    streams: Streams,
+    scores: Tensor,
+    state: RetainingState | None,
+    plan: RetainingPlan,
+    sizes: Sizes,
+    counts: Sequence[int],
+    need_state: bool,
+    dropout: float = 0.0,
+) -> tuple[Tensor, RetainingState | None]:
+    """What the tokens of a call read [B, heads, T, D], and the state after the call if it is needed.
+
+    Args:
+        scores: of the tokens [B, H, T].
+        state: state before the call, which may have another dtype.
+        counts: tokens that each head retains [H].
+        dropout: share of the weights that are set to 0.
+    """
+    entries = torch.cat([streams.keys, streams.values], dim=-1)
+    offered = Entries(_to_slots(plan, entries), _to_slots(plan, scores.unsqueeze(-1)).squeeze(-1))
+    queries = _to_slots(plan, streams.queries)
+    sink_queries = queries
+    if streams.sink_queries is not None:
+        sink_queries = _to_slots(plan, streams.sink_queries)
+    before = state
+    if before is None:
+        before = _new_state(offered, sizes, counts)
+    is_whole_text = state is None and plan.token_slot is None
+    keys = offered if is_whole_text else _behind_window(offered, before, plan, sizes)
+    dtype = entries.dtype
+    sinks = before.sinks.to(dtype)
+    retained = Retained(before.retained.to(dtype), before.retained_scores, before.retained_positions)
+    reads = []
+    for band in plan.bands:
+        sinks, retained = _begin_block(band, keys, sinks, retained)
+        asking = queries[:, :, band.queries]
+        asking_sinks = sink_queries[:, :, band.queries]
+        window = keys.entries[:, :, band.keys]
+        reads.append(_read_band(asking, asking_sinks, sinks, window, band.bias, retained, counts, dropout))
+        is_last = band is plan.bands[-1]
+        if band.ends is not False and (need_state or not is_last):
+            retained = _end_block(band, keys, retained, counts)
+    reads = torch.cat(reads, dim=2)
+    if plan.slot_of_token is not None:
+        by_slot = reads.transpose(1, 2)
+        reads = plan.to_tokens(by_slot).transpose(1, 2)
+    if not need_state:
+        return reads, None
+    window_after = keys if plan.window_after is None else keys.take(plan.window_after)
+    # a text may be shorter than that
+    missing = sizes.sinks - sinks.shape[2]
+    after = RetainingState(
+        sinks=F.pad(sinks, (0, 0, 0, missing)),
+        window=window_after.entries,
+        window_scores=window_after.scores,
+        retained=retained.entries,
+        retained_scores=retained.scores,
+        retained_positions=retained.positions,
+    )
+    return reads, after
+
+
+def _to_slots(plan: RetainingPlan, x: Tensor) -> Tensor:
+    """[B, heads, T, X] -> [B, heads, S, X]."""
+    if plan.token_of_slot is None:
+        return x
+    by_token = x.transpose(1, 2)
+    return plan.to_slots(by_token).transpose(1, 2)
+
+
+def _behind_window(offered: Entries, state: RetainingState, plan: RetainingPlan, sizes: Sizes) -> Entries:
+    """The M keys of a call that goes on with a state, from those of its slots."""
+    entries = _behind(state.window, offered.entries, plan, sizes)
+    scores = _behind(state.window_scores.unsqueeze(-1), offered.scores.unsqueeze(-1), plan, sizes)
+    return Entries(entries, scores.squeeze(-1))
+
+
+def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> Tensor:
+    """[B, H, M, X] of a state's window [B, H, W + K, X], and a call's slots [B, H, S, X]."""
+    window = window.to(new.dtype)
+    if plan.token_slot is not None:
+        return _with_token(window, new, plan)
+    if plan.is_earlier is None:
+        earlier = plan.before % sizes.block
+        return torch.cat([window[:, :, : sizes.window + earlier], new], dim=2)
+    window, open_block = window.split([sizes.window, sizes.block], dim=2)
+    first, others = new.tensor_split([sizes.block], dim=2)
+    is_earlier = plan.is_earlier[:, None, :, None]
+    first = torch.where(is_earlier, open_block, first)
+    return torch.cat([window, first, others], dim=2)
+
+
+def _with_token(window: Tensor, new: Tensor, plan: RetainingPlan) -> Tensor:
+    """A copy of a state's [B, H, W + K, X] with a token [B, H, 1, X] in its slot; padding leaves it as it is."""
+    slot = plan.token_slot
+    if isinstance(slot, int):
+        return window.slice_scatter(new, 2, slot, slot + 1)
+    index = slot[:, None, None, None].expand_as(new)
+    is_real = plan.valid[:, None, None]
+    written = torch.where(is_real, new, window.gather(2, index))
+    return window.scatter(2, index, written)
+
+
+def _begin_block(band: Band, keys: Entries, sinks: Tensor, retained: Retained) -> tuple[Tensor, Retained]:
+    """Sinks and retained tokens of a block: where it is its document's first, its own sinks, and none retained."""
+    if band.begins is False:
+        return sinks, retained
+    first = keys.entries[:, :, band.first_keys]
+    if band.begins is True:
+        return first, retained
+    sinks = torch.where(beside(band.begins, first), first, sinks)
+    positions = torch.where(band.begins[:, None], -1, retained.positions)
+    return sinks, retained._replace(positions=positions)
+
+
+def _end_block(band: Band, keys: Entries, retained: Retained, counts: Sequence[int]) -> Retained:
+    """The tokens that each head retains after a block: the highest scores among its tokens and those that leave."""
+    leaving = keys.take(band.leaving_keys)
+    rows = len(leaving.scores)
+    leaving_positions = band.leaving_positions.expand(rows, -1)
+    before_of_heads = zip(*(part.split(list(counts), dim=1) for part in retained), strict=True)
+    after_of_heads = []
+    for head, (entries, scores, positions) in enumerate(before_of_heads):
+        candidates = Retained(
+            entries=torch.cat([entries, leaving.entries[:, head]], dim=1),
+            scores=torch.cat([scores, leaving.scores[:, head]], dim=1),
+            positions=torch.cat([positions, leaving_positions], dim=1),
+        )
+        after_of_heads.append(_highest(candidates, counts[head], band.last_given_up))
+    parts = []
+    for before, *after in zip(retained, *after_of_heads, strict=True):
+        part = torch.cat(after, dim=1)
+        if band.ends is not True:
+            part = torch.where(beside(band.ends, part), part, before)
+        parts.append(part)
+    return Retained(*parts)
+
+
+def _highest(candidates: Retained, count: int, last_given_up: int | Tensor) -> Retained:
+    """The `count` candidates with the highest scores; slots are empty where there are fewer."""
+    positions = candidates.positions
+    positions = torch.where(positions <= last_given_up, -1, positions)
+    scores = candidates.scores.masked_fill(positions < 0, -torch.inf)
+    # of two equal scores, as the same words have in the first layer, the older one stays
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    chosen = order[:, :count]
+    return Retained(
+        entries=torch.take_along_dim(candidates.entries, chosen[..., None], dim=1),
+        scores=candidates.scores.gather(1, chosen),
+        positions=positions.gather(1, chosen),
+    )
+
+
+def _read_band(
+    queries: Tensor,
+    sink_queries: Tensor,
+    sinks: Tensor,
+    window: Tensor,
+    bias: Tensor,
+    retained: Retained,
+    counts: Sequence[int],
+    dropout: float,
+) -> Tensor:
+    """What a band's queries read [B, heads, q, D].
+
+    Args:
+        queries, sink_queries: [B, heads, q, D].
+        sinks, window: entries that they see [B, H, k, 2 D].
+        bias: of the products with both, see `Band`.
+    """
+    rows, key_heads, _, _ = window.shape
+    number, width = queries.shape[2:]
+    sink_products = scores_of(sink_queries, sinks[..., :width])
+    window_products = scores_of(queries, window[..., :width])
+    products = torch.cat([sink_products, window_products], dim=2)
+    # [B, H, heads / H, q, sinks + k]
+    products = products.unflatten(0, (rows, key_heads)).unflatten(2, (-1, number))
+    products = products + bias.to(products.dtype)
+    values = torch.cat([sinks, window], dim=2)[..., width:]
+    queries = queries.unflatten(1, (key_heads, -1))
+    is_empty = retained.positions < 0
+    retained_bias = bias_of(is_empty[:, None], products.dtype)[:, 0, 0]
+    entries_of_heads = retained.entries.split(list(counts), dim=1)
+    bias_of_heads = retained_bias.split(list(counts), dim=2)
+    reads = []
+    for head, entries in enumerate(entries_of_heads):
+        asking = queries[:, head].flatten(1, 2)
+        retained_products = torch.bmm(asking, entries[..., :width].mT) + bias_of_heads[head]
+        # [B, heads / H q, keys]
+        all_products = torch.cat([products[:, head].flatten(1, 2), retained_products], dim=2)
+        weights = all_products.softmax(-1)
+        if dropout:
+            weights = F.dropout(weights, dropout)
+        weights, retained_weights = weights.to(values.dtype).tensor_split([values.shape[2]], dim=2)
+        read = torch.bmm(weights, values[:, head]) + torch.bmm(retained_weights, entries[..., width:])
+        reads.append(read.unflatten(1, (-1, number)))
+    return torch.cat(reads, dim=1)
+
+
+def read_in_graph(
+    streams: Streams,
+    scores: Tensor,
+    state: RetainingState | None,
+    plan: TokenPlan,
+    sizes: Sizes,
+    counts: Sequence[int],
+    need_state: bool,
+    dropout: float,
+) -> tuple[Tensor, RetainingState | None]:
+    """`read_retaining` as one operator of a compiled graph."""
+    tensors = streams._asdict() | {"scores": scores} | plan.tensors()
+    if state is not None:
+        tensors |= state._asdict()
+    if dropout:
+        tensors["seed"] = torch.randint(2**62, (), device=scores.device)
+    numbers = [plan.columns(), int(need_state), *sizes, *counts]
+    reads, *after = call("retaining_attention", tensors, numbers, str(dropout))
+    return reads, RetainingState(*after) if need_state else None
+
+
+def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
+    """`read_retaining` as one operator of a compiled graph (`opaque`)."""
+    columns, need_state, *numbers = sizes
+    lengths, counts = Sizes(*numbers[:4]), numbers[4:]
+    queries = tensors["queries"]
+    streams = named_tuple(Streams, tensors)
+    state = named_tuple(RetainingState, tensors)
+    make_plan = partial(plan_retaining, lengths, queries.dtype)
+    rows, _, length, _ = queries.shape
+    shape = rows, length
+    plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
+    seed = tensors.get("seed")
+    devices = [queries.device] if queries.is_cuda else []
+    with torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
+            # the backward pass may run it again
+            torch.manual_seed(int(seed))
+        reads, after = read_retaining(
+            streams,
+            tensors["scores"],
+            state,
+            plan,
+            lengths,
+            counts,
+            need_state=bool(need_state),
+            dropout=float(dropout),
+        )
+    # a state's tensor may be one of the arguments
+    return [reads, *(tensor.clone() for tensor in after or ())]
+
+
+def _shapes(tensors: Tensors, sizes: list[int], _) -> list[Tensor]:
+    _, need_state, *numbers = sizes
+    lengths, counts = Sizes(*numbers[:4]), numbers[4:]
+    reads = tensors["values"].new_empty(tensors["queries"].shape)
+    if not need_state:
+        return [reads]
+    entries = torch.cat([tensors["keys"], tensors["values"]], dim=-1)
+    offered = Entries(entries, tensors["scores"])
+    return [reads, *_new_state(offered, lengths, counts)]
+
+
+register("retaining_attention", _run, _shapes)
