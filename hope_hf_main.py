@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare": "tokenize a mixture of corpora into shards",
     "tokenizer": "train a tokenizer",
     "convert": "turn a pretrained Llama, Mistral, Qwen2 or Qwen3 into a HOPE",
+    "retain": "let layers with a window retain the older tokens that questions look up",
     "export": "make a folder for the Hub, and upload it",
     "checkpoints": "look at checkpoints, verify them, join their parts",
     "plot": "draw the curves of one or more runs",
@@ -83,6 +84,8 @@ def program(name: str) -> Callable[[list[str]], int]:
             main = tokenizer.main
         case "convert":
             from hope_hf.convert import main
+        case "retain":
+            from hope_hf.retain import main
         case "export":
             from hope_hf.export import main
         case "checkpoints":

@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import random
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -37,6 +36,7 @@ from hope_hf.model.memory_delta import DeltaMemories
 from hope_hf.model.memory_scan import ScanState, Tokens
 from hope_hf.model.mixers import register
 from hope_hf.model.window_attention import HopeWindowAttention, WindowState, plan_window, window_positions
+from hope_hf.retain.texts import paragraphs_of
 
 KIND = "window_with_memories"
 # tokens of a memory's chunk, and of a call that reads a test's text
@@ -79,16 +79,6 @@ class Context(NamedTuple):
 
     ids: Tensor
     is_asked: Tensor
-
-
-def paragraphs_of(text: str) -> list[str]:
-    """The paragraphs of a text, each on one line."""
-    paragraphs = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        words = paragraph.split()
-        if words:
-            paragraphs.append(" ".join(words))
-    return paragraphs
 
 
 class Contexts:

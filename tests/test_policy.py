@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "hope_hf_main.py": {
         "hope_hf", "hope_hf.training", "hope_hf.evaluation", "hope_hf.chat", "hope_hf.plan", "hope_hf.data",
-        "hope_hf.convert", "hope_hf.export", "hope_hf.common",
+        "hope_hf.convert", "hope_hf.export", "hope_hf.common", "hope_hf.retain",
     },
     "hope_hf/__main__.py": {"hope_hf_main"},
     "run_clm.py": {"hope_hf.training"},
@@ -43,7 +43,7 @@ ROOMS = {
         "hope_hf.common", "hope_hf.data", "hope_hf.lazy",
     },
     "hope_hf/common": {
-        "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "yaml",
+        "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "tqdm", "yaml",
         "hope_hf.common", "hope_hf.interrupt",
     },
     "run_eval.py": {"hope_hf.evaluation"},
@@ -57,6 +57,10 @@ ROOMS = {
     "hope_hf/convert": {
         "torch", "transformers", "accelerate", "huggingface_hub", "numpy", "safetensors", "tokenizers",
         "hope_hf", "hope_hf.common", "hope_hf.convert", "hope_hf.lazy",
+    },
+    "hope_hf/retain": {
+        "torch", "transformers", "huggingface_hub", "tqdm",
+        "hope_hf", "hope_hf.common", "hope_hf.data", "hope_hf.lazy", "hope_hf.retain",
     },
     "hope_hf/chat": {
         "torch", "transformers", "tqdm", "hope_hf", "hope_hf.common", "hope_hf.data", "hope_hf.chat",
@@ -75,14 +79,18 @@ ROOMS = {
 # The rooms by floor: each imports from lower floors and itself alone, so no imports go round in a circle.
 FLOORS = (
     {
-        "hope_hf/frozen.py", "hope_hf/interrupt.py", "hope_hf/lazy.py", "hope_hf/model", "hope_hf/optim",
+        "hope_hf/frozen.py",
+        "hope_hf/interrupt.py",
+        "hope_hf/lazy.py",
+        "hope_hf/model",
+        "hope_hf/optim",
         "hope_hf/reference.py",
     },
     {"hope_hf/common", "hope_hf/fast"},
     {"hope_hf/registered.py"},
     {"hope_hf/registration.py"},
     {"hope_hf/__init__.py", "hope_hf/data", "hope_hf/export"},
-    {"hope_hf/chat", "hope_hf/convert", "hope_hf/evaluation", "hope_hf/plan"},
+    {"hope_hf/chat", "hope_hf/convert", "hope_hf/evaluation", "hope_hf/plan", "hope_hf/retain"},
     {"hope_hf/training", "run_eval.py"},
     {"run_clm.py", "hope_hf_main.py"},
     {"hope_hf/__main__.py"},

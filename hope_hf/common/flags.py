@@ -235,6 +235,21 @@ def check_output(path: str, flag: str):
         raise ValueError(f"{flag} {folder} cannot be written: {nearest} is a file or read-only.")
 
 
+def parse_numbers(text: str | None, flag: str, least: int) -> tuple[int, ...]:
+    """Whole numbers between commas, each at least `least` and given once; none for `None`."""
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) >= least for word in words):
+        raise ValueError(
+            f"{flag} is {text!r}: write whole numbers of {least} or more, such as {least or 2},{least + 8}."
+        )
+    numbers = tuple(map(int, words))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{flag} is {text!r}, which has a number twice: leave one of the two out.")
+    return numbers
+
+
 def check_repo_id(repo_id: str, flag: str):
     """Raise ValueError that names `flag` if `repo_id` is not a valid repository name, with or without owner."""
     if not _is_repo_id(repo_id):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hope_hf.common.files import require_new
-from hope_hf.common.flags import Bounds, Checked, ModelArguments, check_output, require_local
+from hope_hf.common.flags import Bounds, Checked, ModelArguments, check_output, parse_numbers, require_local
 from hope_hf.common.parser import Parser
 from hope_hf.common.process import print_error, return_freed_memory
 from hope_hf.common.program import importing, program
@@ -105,7 +105,7 @@ def _changes(options: Namespace) -> Changes:
     """What the flags change in the model."""
     if options.attention_sinks is not None and options.sliding_window is None:
         raise ValueError("--attention_sinks needs a window: add --sliding_window N or leave it out.")
-    levels = _numbers(options.levels, "--levels", least=2)
+    levels = parse_numbers(options.levels, "--levels", least=2)
     for fast, slow in pairwise(levels):
         if slow % fast:
             raise ValueError(
@@ -114,7 +114,7 @@ def _changes(options: Namespace) -> Changes:
             )
     return Changes(
         levels=levels,
-        memory_layers=_numbers(options.memory_layers, "--memory_layers", least=0),
+        memory_layers=parse_numbers(options.memory_layers, "--memory_layers", least=0),
         sliding_window=options.sliding_window,
         attention_sinks=SINKS if options.attention_sinks is None else options.attention_sinks,
     )
@@ -139,18 +139,3 @@ def _model(word: str | None, flag: str | None) -> str:
     if word is not None and flag is not None:
         raise ValueError(f"MODEL is {word} and --from is {flag}: name the model once.")
     return word or flag
-
-
-def _numbers(text: str | None, flag: str, least: int) -> tuple[int, ...]:
-    """Whole numbers between commas, each at least `least` and given once."""
-    if text is None:
-        return ()
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) >= least for word in words):
-        raise ValueError(
-            f"{flag} is {text!r}: write whole numbers of {least} or more, such as {least or 2},{least + 8}."
-        )
-    numbers = tuple(map(int, words))
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{flag} is {text!r}, which has a number twice: leave one of the two out.")
-    return numbers

@@ -1,7 +1,6 @@
 """Output besides the tables: pictures, and progress bars on a terminal."""
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,9 +8,6 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
-from hope_hf.common.program import LOG_SECONDS, LogLines
 from hope_hf.common.results import as_label, plain_number
 
 from .result import Number
@@ -27,20 +23,6 @@ RINGS = ((SOLID, 12), (DASHED, 9), (SOLID, 6), (DASHED, 3))
 CURVE = {"marker": "o", "markerfacecolor": "none", "linewidth": 1.8, "capsize": 3, "elinewidth": 1}
 SMALL_CURVE = {"fmt": "o-", "markersize": 4, "capsize": 2, "elinewidth": 1}
 DOT = {"fmt": "o", "markersize": 4, "capsize": 2}
-
-
-def show_progress() -> bool:
-    """Whether to draw bars: only on a terminal, since they make a log file unreadable."""
-    return sys.stderr.isatty()
-
-
-def progress(items: Iterable | None, name: str, total: int | None = None) -> tqdm:
-    """A bar over `items`, or one of `total` units to be updated; a log gets a line every `LOG_SECONDS` instead."""
-    if show_progress():
-        return tqdm(items, name, total, leave=False)
-    words = "{desc}: {n_fmt} of {total_fmt}, {elapsed}"
-    # Checked after every unit, so that a line is written as soon as it is due.
-    return tqdm(items, name, total, file=LogLines(), mininterval=0, miniters=1, delay=LOG_SECONDS, bar_format=words)
 
 
 # The numbers of a curve; or each after its x.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hope_hf import HopeCache
+from hope_hf.common.progress import progress
 from hope_hf.frozen import memory_mixers
 
-from .display import progress
 from .flags import Arguments, parse_lengths
 from .held_out import held_out_documents
 from .result import CannotRun, Row, SuiteResult, summary_row

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hope_hf import frozen_memories
+from hope_hf.common.progress import progress
 from hope_hf.common.results import next_token_accuracy
 from hope_hf.data import bytes_per_id
 from hope_hf.frozen import mixed_losses
 
-from .display import curves, progress, small_curves
+from .display import curves, small_curves
 from .flags import Arguments, parse_lengths
 from .held_out import HeldOut, held_out_documents
 from .levels import Piece, joined, learned_scores, level_panels, level_rows

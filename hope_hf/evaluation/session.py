@@ -16,12 +16,12 @@ from hope_hf.common.devices import memory_is_full, set_up_cpu
 from hope_hf.common.flags import check_output
 from hope_hf.common.process import first_line, go_offline, is_first_process, one_line, print_error
 from hope_hf.common.program import printed
+from hope_hf.common.progress import show_progress
 from hope_hf.data import find_files
 
 from .checkpoints import Checkpoint, as_checkpoint, draw_history, find_checkpoints, is_done, report_folder
 from .compare import FILE as COMPARISON
 from .compare import as_page, compare, write_comparison
-from .display import show_progress
 from .flags import Arguments, names
 from .places import in_processes
 from .report import Report, archive, archive_folder, as_json, as_markdown, free_folder, summary

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hope_hf import CACHE_NAME, HopeCache
 from hope_hf.common.models import is_hope
+from hope_hf.common.progress import progress
 
-from .display import progress
 from .flags import Arguments
 from .result import Number, Row, mean_and_stderr
 from .subject import Subject

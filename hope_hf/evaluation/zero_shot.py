@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hope_hf.common.process import is_first_process
 from hope_hf.common.program import LogLines
+from hope_hf.common.progress import show_progress
 
-from .display import show_progress
 from .flags import AUTO, Arguments
 from .harness_model import harness_model
 from .harness_tasks import LOCAL, find_tasks, paper_row, without_foreign_code

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from hope_hf.common.progress import progress
 from hope_hf.common.results import IGNORED
 from hope_hf.optim import build_optimizer
 
-from ..display import progress
 from ..result import CannotRun
 from ..subject import Subject
 from .classes import ClassGroups, Example, Hits

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hope_hf import frozen_memories
+from hope_hf.common.progress import progress
 
-from ..display import progress
 from ..streams import PIECE, batches_of_one_length, in_batches, read_on, repeat_rows
 from ..subject import Subject, require_finite
 from .classes import ClassGroups, Example, Hits, first_of_each_class

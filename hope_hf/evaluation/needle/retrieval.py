@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hope_hf import frozen_memories
+from hope_hf.common.progress import progress
 
-from ..display import Panel, heat_maps, progress
+from ..display import Panel, heat_maps
 from ..flags import Arguments, chosen_tasks, parse_depths, parse_lengths
 from ..result import Row, SuiteResult, means, summary_row
 from ..streams import batches_of_one_length, carried_scores

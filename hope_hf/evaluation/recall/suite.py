@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from hope_hf import HopeCache, frozen_memories, join_passages
 from hope_hf.common.models import is_hope
+from hope_hf.common.progress import progress
 from hope_hf.data import plain_ids
 
-from ..display import curves, progress
+from ..display import curves
 from ..flags import Arguments, chosen_tasks, parse_lengths
 from ..held_out import held_out_documents
 from ..result import UNKNOWN, CannotRun, Number, Row, SuiteResult, means, summary_row

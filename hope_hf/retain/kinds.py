@@ -1,25 +1,9 @@
-"""Training facts for retain.py: texts that state made-up facts, and what is asked about them afterwards.
+"""Kinds of made-up facts, from which retaining is learned.
 
 No wording, answer or name is one of the recall suite's (`hope_hf/evaluation/recall/kinds.py`).
 """
 
-import random
 from typing import NamedTuple
-
-from linearise import paragraphs_of
-from torch import Tensor, tensor
-from transformers import PreTrainedTokenizerBase
-
-from hope_hf.data import plain_ids
-
-# tokens at the end of a text that state no fact
-TAIL = 600
-# how many facts a text may state
-FACT_COUNTS = (10, 20, 30, 40, 50)
-# in how many wordings a fact may be stated
-WORDING_COUNTS = (1, 1, 2, 3)
-# paragraphs in order, between two random places of the text
-PASSAGE = 20
 
 SYLLABLES = (
     "ba chi do fre ga hu ja lo mi nu po ri sa te vo wy ze kal bren tor mel dra sun pel rok vin son ton ley ine ard oth"
@@ -327,70 +311,3 @@ KINDS = (
         COLOURS,
     ),
 )
-
-
-class AskedText(NamedTuple):
-    """A text [1, T], and for each fact of it the tokens of a question with its answer, without the last one."""
-
-    ids: Tensor
-    questions: list[list[int]]
-
-
-class AskedTexts:
-    """Paragraphs of a text in order, with made-up facts between them at even distances."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, length: int, seed: int):
-        self.tokenizer = tokenizer
-        self.length = length
-        self.draw = random.Random(seed)
-        self.paragraphs = paragraphs_of(text)
-
-    def make(self) -> AskedText:
-        """The next text."""
-        statements = []
-        questions = []
-        for _ in range(self.draw.choice(FACT_COUNTS)):
-            kind = self.draw.choice(KINDS)
-            subject = self._name()
-            answer = self.draw.choice(kind.answers)
-            wordings = kind.wordings[: self.draw.choice(WORDING_COUNTS)]
-            statements += [self._ids(wording.format(s=subject, a=answer)) for wording in wordings]
-            questions.append(self._question(kind, subject, answer))
-        self.draw.shuffle(statements)
-        of_facts = sum(map(len, statements))
-        gap = (self.length - TAIL - of_facts) // (len(statements) + 1)
-        ids = []
-        for statement in statements:
-            ids += self._prose(gap) + statement
-        ids += self._prose(self.length - len(ids))
-        return AskedText(tensor([ids]), questions)
-
-    def _question(self, kind: Kind, subject: str, answer: str) -> list[int]:
-        """A cloze of the first wording, or the question in one of two forms, and the answer without its last token."""
-        cloze, _, _ = kind.wordings[0].partition(" {a}")
-        question = kind.question.format(s=subject)
-        prompts = {
-            cloze.format(s=subject): 0.6,
-            f"Question: {question}\nAnswer: The answer is": 0.25,
-            f"{question} It was": 0.15,
-        }
-        (prompt,) = self.draw.choices(list(prompts), weights=prompts.values())
-        answer_ids = plain_ids(self.tokenizer, f" {answer}")
-        return self._ids(prompt) + answer_ids[:-1]
-
-    def _name(self) -> str:
-        syllables = self.draw.choices(SYLLABLES, k=self.draw.choice((2, 3)))
-        return "".join(syllables).capitalize()
-
-    def _prose(self, count: int) -> list[int]:
-        """So many tokens of paragraphs that follow each other, from a random one on."""
-        ids = []
-        while len(ids) < count:
-            first = self.draw.randrange(len(self.paragraphs))
-            for paragraph in self.paragraphs[first : first + PASSAGE]:
-                ids += self._ids(paragraph)
-        return ids[:count]
-
-    def _ids(self, text: str) -> list[int]:
-        capital = text[0].upper()
-        return plain_ids(self.tokenizer, f"\n\n{capital}{text[1:]}")

@@ -1,0 +1,146 @@
+"""Which tokens of a text questions attend to, in each layer of a model that reads it with full attention.
+
+Axes: B row, T token, H head of queries, G head of keys, D head width; N question, C token of a question.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hope_hf import HopeForCausalLM
+
+from .texts import AskedText
+
+# of the weights of attention to the text that is left without its passed tokens
+_LEAST_WEIGHT = 1e-4
+
+
+class Attended(NamedTuple):
+    """Inputs of attention [B, T, hidden_size]; queries [B, H, T, D], keys and values [B, G, T, D] after rotation."""
+
+    inputs: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class LayerReading(NamedTuple):
+    """What a layer reads of a text and of questions after it; T' are the tokens that the window has passed then."""
+
+    layer: int
+    # of attention [T', hidden_size]
+    inputs: Tensor
+    # the highest weight that any token of any question gives a token [T', G]
+    interest: Tensor
+    # share of what questions read that comes from these tokens, as squared norms in the residual stream
+    lacking: float
+
+
+@torch.no_grad()
+def read_with_full_attention(
+    model: HopeForCausalLM, text: AskedText, layers: Collection[int]
+) -> Iterator[LayerReading]:
+    """What these layers read, one after the other, if all layers of a model attend to the whole text.
+
+    Questions are asked behind the text, and do not see each other. `model` has layers of softmax attention alone.
+    """
+    trunk = model.model
+    config = model.config
+    device = trunk.embed_tokens.weight.device
+    ids = text.ids.to(device)
+    questions = [torch.tensor(question, device=device) for question in text.questions]
+    padded = pad_sequence(questions, batch_first=True, padding_value=-1)
+    is_token = padded >= 0
+    hidden_states = trunk.embed_tokens(ids)
+    asking_states = trunk.embed_tokens(padded.clamp(min=0))
+    length = ids.shape[1]
+    positions = torch.arange(length, device=device)
+    asking_positions = torch.arange(length, length + padded.shape[1], device=device)
+    angles = trunk.rotary_emb(hidden_states, positions[None])
+    asking_angles = trunk.rotary_emb(hidden_states, asking_positions[None])
+    passed = slice(config.attention_sinks, max(config.attention_sinks, length - config.sliding_window))
+    for index, block in enumerate(trunk.layers[: max(layers) + 1]):
+        attended = _project(block, hidden_states, angles)
+        asking = _project(block, asking_states, asking_angles)
+        reads = scaled_dot_product_attention(
+            attended.queries, attended.keys, attended.values, is_causal=True, enable_gqa=True
+        )
+        asking_reads, weights = _ask(asking, attended, block.mixer.scaling)
+        if index in layers:
+            passed_weights = weights[..., passed]
+            # over the heads of queries and their tokens
+            weights_of_tokens = passed_weights.masked_fill(~is_token[:, None, None, :, None], 0)
+            without = _without(asking_reads, passed_weights, attended.values[:, :, passed])
+            yield LayerReading(
+                layer=index,
+                inputs=attended.inputs[0, passed],
+                interest=weights_of_tokens.amax((0, 2, 3)).T,
+                lacking=_lacking(block, asking_reads, without, is_token),
+            )
+        hidden_states = _after(block, hidden_states, reads)
+        asking_states = _after(block, asking_states, asking_reads)
+
+
+def _project(block, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Attended:
+    """What a block's attention works with, of [B, T, hidden_size]."""
+    inputs = block.input_layernorm(hidden_states)
+    queries, keys, values = block.mixer.project(inputs)
+    queries, keys = apply_rotary_pos_emb(queries, keys, *angles)
+    return Attended(inputs, queries, keys, values)
+
+
+def _mixed(block, reads: Tensor) -> Tensor:
+    """What attention adds to the residual stream [B, T, hidden_size], from what its heads have read [B, H, T, D]."""
+    return block.mixer.o_proj(reads.transpose(1, 2).flatten(2))
+
+
+def _after(block, hidden_states: Tensor, reads: Tensor) -> Tensor:
+    """The block's output [B, T, hidden_size], from what its heads have read [B, H, T, D]."""
+    return block.continuum(hidden_states + _mixed(block, reads))
+
+
+def _ask(asking: Attended, text: Attended, scaling: float) -> tuple[Tensor, Tensor]:
+    """What each question reads [N, H, C, D], and its weights of the text's tokens [N, G, H / G, C, T]."""
+    questions, _, count, _ = asking.queries.shape
+    _, heads, length, width = text.keys.shape
+    of_text = questions, heads, length, width
+    keys = torch.cat([text.keys.expand(of_text), asking.keys], dim=2)
+    values = torch.cat([text.values.expand(of_text), asking.values], dim=2)
+    is_visible = torch.ones(count, length + count, device=keys.device).tril(length).bool()
+    grouped = asking.queries.unflatten(1, (heads, -1))
+    # a product for each head of keys
+    products = grouped.flatten(2, 3) @ keys.mT * scaling
+    products = products.unflatten(2, (-1, count))
+    products.masked_fill_(~is_visible, -torch.inf)
+    weights = products.softmax(-1)
+    reads = weights.flatten(2, 3) @ values
+    reads = reads.unflatten(2, (-1, count))
+    return reads.flatten(1, 2), weights[..., :length]
+
+
+def _without(reads: Tensor, weights: Tensor, values: Tensor) -> Tensor:
+    """What questions would read without some tokens [N, H, C, D].
+
+    Args:
+        reads: what they read with them [N, H, C, D].
+        weights: of these tokens [N, G, H / G, C, T'].
+        values: of these tokens [1, G, T', D].
+    """
+    heads = weights.shape[1]
+    from_tokens = weights.flatten(2, 3) @ values
+    from_tokens = from_tokens.unflatten(2, weights.shape[2:4])
+    others = reads.unflatten(1, (heads, -1)) - from_tokens
+    weight_of_others = 1 - weights.sum(-1, keepdim=True)
+    return (others / weight_of_others.clamp(min=_LEAST_WEIGHT)).flatten(1, 2)
+
+
+def _lacking(block, reads: Tensor, without: Tensor, is_token: Tensor) -> float:
+    """Squared norm of what is missing in `without` over that of all that is read, of tokens [N, C] of questions."""
+    mixed = _mixed(block, reads)[is_token]
+    missing = _mixed(block, reads - without)[is_token]
+    return float(missing.float().square().sum() / mixed.float().square().sum())
