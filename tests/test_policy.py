@@ -59,7 +59,7 @@ ROOMS = {
         "hope_hf", "hope_hf.common", "hope_hf.convert", "hope_hf.lazy",
     },
     "hope_hf/retain": {
-        "torch", "transformers", "huggingface_hub", "tqdm",
+        "torch", "transformers", "huggingface_hub",
         "hope_hf", "hope_hf.common", "hope_hf.data", "hope_hf.lazy", "hope_hf.retain",
     },
     "hope_hf/chat": {

@@ -6,15 +6,14 @@ Axes: N token of the training texts, G head of keys.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu, linear
-from tqdm import tqdm
 
 from hope_hf import HopeForCausalLM
+from hope_hf.common.progress import progress
 
 from .interest import read_with_full_attention
 from .texts import AskedText
@@ -34,38 +33,31 @@ TEXTS_OF_CHOICE = 3
 Scores = dict[str, Tensor]
 
 
-def choose_layers(model: HopeForCausalLM, texts: Iterable[AskedText], candidates: list[int], count: int) -> list[int]:
+def choose_layers(model: HopeForCausalLM, texts: list[AskedText], candidates: list[int], count: int) -> list[int]:
     """The `count` layers in which questions lack the largest share of what they read, if a window hides the rest."""
     shares = defaultdict(list)
-    for text in texts:
+    for text in progress(texts, "texts that choose layers"):
         for reading in read_with_full_attention(model, text, candidates):
             shares[reading.layer].append(reading.lacking)
     by_share = sorted(candidates, key=lambda layer: -fmean(shares[layer]))
     return sorted(by_share[:count])
 
 
-def fit_layers(
-    model: HopeForCausalLM, texts: list[AskedText], layers: list[int], progress: tqdm
-) -> tuple[dict[int, Scores], Tensor]:
-    """The scores of each layer, and of all tokens that the window has passed in these texts [N, heads of all layers].
-
-    `progress` counts the texts that were read and the layers that were fitted.
-    """
+def fit_layers(model: HopeForCausalLM, texts: list[AskedText], layers: list[int]) -> tuple[dict[int, Scores], Tensor]:
+    """The scores of each layer, and those of all tokens that the window has passed [N, heads of all layers]."""
     inputs = defaultdict(list)
     interests = defaultdict(list)
-    for text in texts:
+    for text in progress(texts, "texts"):
         for reading in read_with_full_attention(model, text, layers):
             inputs[reading.layer].append(reading.inputs.half())
             interests[reading.layer].append(reading.interest.float())
-        progress.update()
     fitted = {}
     scores_of_layers = []
-    for layer in layers:
+    for layer in progress(layers, "layers"):
         inputs_of_layer = torch.cat(inputs.pop(layer))
         scores = fit(inputs_of_layer, torch.cat(interests.pop(layer)))
         fitted[layer] = scores
         scores_of_layers.append(apply_scores(scores, inputs_of_layer.float()))
-        progress.update()
     return fitted, torch.cat(scores_of_layers, dim=1)
 
 

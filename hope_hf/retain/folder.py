@@ -25,7 +25,7 @@ def read_prose(file: str) -> str:
         length += len(documents[-1])
         if length > _MOST_PROSE:
             break
-    if not length:
+    if not any(document.strip() for document in documents):
         raise ValueError(f"--train_file {file} holds no text: name a file with English prose.")
     return "\n\n".join(documents)
 

@@ -50,22 +50,20 @@ def read_with_full_attention(
     Questions are asked behind the text, and do not see each other. `model` has layers of softmax attention alone.
     """
     trunk = model.model
-    config = model.config
     device = trunk.embed_tokens.weight.device
-    ids = text.ids.to(device)
-    questions = [torch.tensor(question, device=device) for question in text.questions]
-    padded = pad_sequence(questions, batch_first=True, padding_value=-1)
+    questions = [torch.tensor(question) for question in text.questions]
+    padded = pad_sequence(questions, batch_first=True, padding_value=-1).to(device)
     is_token = padded >= 0
-    hidden_states = trunk.embed_tokens(ids)
+    states = trunk.embed_tokens(text.ids.to(device))
     asking_states = trunk.embed_tokens(padded.clamp(min=0))
-    length = ids.shape[1]
-    positions = torch.arange(length, device=device)
-    asking_positions = torch.arange(length, length + padded.shape[1], device=device)
-    angles = trunk.rotary_emb(hidden_states, positions[None])
-    asking_angles = trunk.rotary_emb(hidden_states, asking_positions[None])
-    passed = slice(config.attention_sinks, max(config.attention_sinks, length - config.sliding_window))
+    length = states.shape[1]
+    positions = torch.arange(length + padded.shape[1], device=device)
+    angles = trunk.rotary_emb(states, positions[None, :length])
+    asking_angles = trunk.rotary_emb(states, positions[None, length:])
+    first = model.config.attention_sinks
+    passed = slice(first, max(first, length - model.config.sliding_window))
     for index, block in enumerate(trunk.layers[: max(layers) + 1]):
-        attended = _project(block, hidden_states, angles)
+        attended = _project(block, states, angles)
         asking = _project(block, asking_states, asking_angles)
         reads = scaled_dot_product_attention(
             attended.queries, attended.keys, attended.values, is_causal=True, enable_gqa=True
@@ -73,17 +71,21 @@ def read_with_full_attention(
         asking_reads, weights = _ask(asking, attended, block.mixer.scaling)
         if index in layers:
             passed_weights = weights[..., passed]
-            # over the heads of queries and their tokens
-            weights_of_tokens = passed_weights.masked_fill(~is_token[:, None, None, :, None], 0)
             without = _without(asking_reads, passed_weights, attended.values[:, :, passed])
             yield LayerReading(
                 layer=index,
                 inputs=attended.inputs[0, passed],
-                interest=weights_of_tokens.amax((0, 2, 3)).T,
+                interest=_interest(passed_weights, is_token),
                 lacking=_lacking(block, asking_reads, without, is_token),
             )
-        hidden_states = _after(block, hidden_states, reads)
+        states = _after(block, states, reads)
         asking_states = _after(block, asking_states, asking_reads)
+
+
+def _interest(weights: Tensor, is_token: Tensor) -> Tensor:
+    """The highest weight that any token [N, C] of questions gives [T', G], of weights [N, G, H / G, C, T']."""
+    weights_of_tokens = weights * is_token[:, None, None, :, None]
+    return weights_of_tokens.amax((0, 2, 3)).T
 
 
 def _project(block, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Attended:
@@ -96,7 +98,8 @@ def _project(block, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Att
 
 def _mixed(block, reads: Tensor) -> Tensor:
     """What attention adds to the residual stream [B, T, hidden_size], from what its heads have read [B, H, T, D]."""
-    return block.mixer.o_proj(reads.transpose(1, 2).flatten(2))
+    by_token = reads.transpose(1, 2)
+    return block.mixer.o_proj(by_token.flatten(2))
 
 
 def _after(block, hidden_states: Tensor, reads: Tensor) -> Tensor:
@@ -134,13 +137,15 @@ def _without(reads: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     heads = weights.shape[1]
     from_tokens = weights.flatten(2, 3) @ values
     from_tokens = from_tokens.unflatten(2, weights.shape[2:4])
-    others = reads.unflatten(1, (heads, -1)) - from_tokens
+    from_others = reads.unflatten(1, (heads, -1)) - from_tokens
     weight_of_others = 1 - weights.sum(-1, keepdim=True)
-    return (others / weight_of_others.clamp(min=_LEAST_WEIGHT)).flatten(1, 2)
+    without = from_others / weight_of_others.clamp(min=_LEAST_WEIGHT)
+    return without.flatten(1, 2)
 
 
 def _lacking(block, reads: Tensor, without: Tensor, is_token: Tensor) -> float:
     """Squared norm of what is missing in `without` over that of all that is read, of tokens [N, C] of questions."""
     mixed = _mixed(block, reads)[is_token]
     missing = _mixed(block, reads - without)[is_token]
-    return float(missing.float().square().sum() / mixed.float().square().sum())
+    share = missing.float().norm() / mixed.float().norm()
+    return share.item() ** 2

@@ -28,7 +28,7 @@ INSTRUMENTS = "harp flute cello organ lute oboe spinet fiddle".split()
 MONTHS = "January February March April June July August September October November".split()
 STREETS = "Mill Church Bridge Castle Orchard Barrack Market Abbey Quarry Harbour".split()
 NUMBERS = [str(number) for number in range(23, 990, 41)]
-YEARS = [str(year) for year in range(1403, 1899, 29)]
+YEARS = [str(year) for year in range(1405, 1899, 29)]
 
 
 class Kind(NamedTuple):

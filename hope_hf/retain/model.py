@@ -2,9 +2,6 @@
 
 import copy
 
-import torch
-from tqdm import tqdm
-
 from hope_hf import HopeConfig, HopeForCausalLM
 
 from .fit import TEXTS_OF_CHOICE, choose_layers, fit_layers, share_out
@@ -16,17 +13,19 @@ KINDS = (WINDOW, RETAINING, "full_attention")
 
 def layers_with_windows(config: HopeConfig) -> list[int]:
     """The layers that can retain tokens. ValueError if there are none, or other layers than of softmax attention."""
-    others = sorted(set(config.layer_types).difference(KINDS))
-    if others:
-        raise ValueError(f"has layers of type '{others[0]}', and retaining is learned from softmax attention alone")
-    layers = [layer for layer, kind in enumerate(config.layer_types) if kind in (WINDOW, RETAINING)]
+    layers = []
+    for layer, kind in enumerate(config.layer_types):
+        if kind not in KINDS:
+            raise ValueError(f"has layers of type '{kind}', and retaining is learned from softmax attention alone")
+        if kind in (WINDOW, RETAINING):
+            layers.append(layer)
     if not layers:
         raise ValueError("has no layer with a window: convert it with --sliding_window")
     return layers
 
 
 def learn_to_retain(
-    model: HopeForCausalLM, texts: list[AskedText], mean: int, layers: list[int] | None, progress: tqdm
+    model: HopeForCausalLM, texts: list[AskedText], mean: int, layers: list[int] | None
 ) -> HopeForCausalLM:
     """A model with the same weights, some of whose layers retain older tokens; `config.retained_tokens` says how many.
 
@@ -35,21 +34,23 @@ def learn_to_retain(
         texts: training texts, longer than the window.
         mean: tokens that a head of these layers retains, on average.
         layers: the layers that retain; `None`: the third of those with windows that lacks most without older tokens.
-        progress: counts the texts that are read, those of the choice again, and the layers that are fitted.
     """
-    candidates = layers_with_windows(model.config)
     if layers is None:
+        candidates = layers_with_windows(model.config)
         layers = choose_layers(model, texts[:TEXTS_OF_CHOICE], candidates, count=-(-len(candidates) // 3))
-    fitted, scores = fit_layers(model, texts, layers, progress)
+    fitted, scores = fit_layers(model, texts, layers)
     counts = share_out(scores, len(texts), mean)
     config = retaining_config(model.config, layers, counts)
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".mixer.scores." not in name}
+    weights = model.state_dict()
+    for name in list(weights):
+        if ".mixer.scores." in name:
+            del weights[name]
     for layer, scores_of_layer in fitted.items():
         for name, tensor in scores_of_layer.items():
-            state[f"model.layers.{layer}.mixer.scores.{name}"] = tensor
-    retaining = type(model).from_pretrained(None, config=config, state_dict=state, dtype=model.dtype)
+            weights[f"model.layers.{layer}.mixer.scores.{name}"] = tensor
+    retaining = type(model).from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype)
     retaining.generation_config = model.generation_config
-    return retaining.to(model.device).eval()
+    return retaining.eval()
 
 
 def retaining_config(config: HopeConfig, layers: list[int], counts: list[int]) -> HopeConfig:
@@ -61,7 +62,8 @@ def retaining_config(config: HopeConfig, layers: list[int], counts: list[int]) -
     for layer in layers_with_windows(config):
         config.layer_types[layer] = RETAINING if layer in layers else WINDOW
     heads = config.num_key_value_heads
-    config.retained_tokens = [counts[first : first + heads] for first in range(0, len(counts), heads)]
-    config.dtype = torch.float32 if config.dtype is None else config.dtype
+    config.retained_tokens = []
+    for first in range(0, len(counts), heads):
+        config.retained_tokens.append(counts[first : first + heads])
     config.validate()
     return config

@@ -75,7 +75,6 @@ def main(argv: list[str]) -> int:
 
         from hope_hf.common.devices import choose_device, set_up_cpu
         from hope_hf.common.models import is_hope, load_config
-        from hope_hf.common.progress import progress
         from hope_hf.common.weights import load_model
         from hope_hf.data import check_vocabulary, load_tokenizer
 
@@ -105,9 +104,7 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(options.seed)
     source = AskedTexts(tokenizer, prose, options.block_size, options.seed)
     texts = [source.make() for _ in range(options.texts)]
-    units = options.texts + len(layers or ())
-    with progress(None, "texts and layers", units) as bar:
-        retaining = learn_to_retain(model, texts, options.retained_tokens, layers, bar)
+    retaining = learn_to_retain(model, texts, options.retained_tokens, layers)
     save(retaining, tokenizer, options.model, out)
     _report(retaining.config, options)
     return 0

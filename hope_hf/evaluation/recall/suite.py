@@ -139,7 +139,7 @@ def _readings(subject: Subject, chosen: list[str]) -> list[Reading]:
     can_read = {
         FROZEN: subject.has_memory,
         LEARN: subject.learns,
-        FULL: "window_attention" in model.config.layer_types,
+        FULL: model.config.has_window,
     }
     readings = []
     asked_after_reading = [name for name in chosen if name in (READ, RECALL)]
@@ -159,10 +159,12 @@ def _with_full_attention(model: PreTrainedModel) -> PreTrainedModel:
     """The model without windows; it shares the weights."""
     config = copy.deepcopy(model.config)
     for index, kind in enumerate(config.layer_types):
-        if kind == "window_attention":
+        if kind in ("window_attention", "retaining_attention"):
             config.layer_types[index] = "full_attention"
-    config.sliding_window = None
-    whole = type(model).from_pretrained(None, config=config, state_dict=model.state_dict())
+    config.sliding_window = config.retained_tokens = None
+    # no parameters but scores of tokens to retain are left over
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".mixer.scores." not in name}
+    whole = type(model).from_pretrained(None, config=config, state_dict=weights)
     return whole.eval()
 
 
