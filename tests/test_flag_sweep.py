@@ -43,6 +43,8 @@ from hope_hf.export import network
 from hope_hf.export import run as export_program
 from hope_hf.plan import main as plan_main
 from hope_hf.plan.flags import make_parser as make_plan_parser
+from hope_hf.retain import model as retain_model
+from hope_hf.retain import run as retain_program
 from hope_hf.training import trainer
 from hope_hf.training.checkpoints import manifest, tool
 from hope_hf.training.watch import plot
@@ -120,6 +122,9 @@ def place(tmp_path) -> Path:
     model = HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), level_learning={}, **sizes))
     model.save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
+    window = dict(layer_types=["window_attention"], sliding_window=64, max_position_embeddings=512)
+    HopeForCausalLM(HopeConfig(vocab_size=len(tokenizer), **sizes, **window)).save_pretrained(place / "windows")
+    tokenizer.save_pretrained(place / "windows")
     llama = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **llama)).save_pretrained(place / "llama")
     (place / "model" / "metrics.jsonl").write_text('{"step": 1, "tokens": 64}\n')
@@ -148,6 +153,7 @@ def prepared(place, monkeypatch):
         monkeypatch.setitem(suites.SUITES, name, light)
     monkeypatch.setattr(export_folder, "check_export", lambda *made: "")
     monkeypatch.setattr(convert_folder, "check", lambda *made: Agreement(1, 0.0, 0.0, 0))
+    monkeypatch.setattr(retain_model, "learn_to_retain", retaining)
     monkeypatch.setattr(chat_session.Session, "run", lambda *made: None)
     monkeypatch.setattr(network, "upload", lambda *made: "nowhere")
     monkeypatch.setattr(plot, "draw_curves", lambda folders, target: None)
@@ -156,6 +162,11 @@ def prepared(place, monkeypatch):
     yield
     torch.set_num_threads(threads)
     _reset_accelerate()
+
+
+def retaining(model, texts, mean: int, layers) -> HopeForCausalLM:
+    """A new model of one layer that retains so many tokens."""
+    return HopeForCausalLM(retain_model.retaining_config(model.config, layers or [0], [mean]))
 
 
 def _reset_accelerate():
@@ -183,6 +194,13 @@ def programs(place: Path) -> list[Program]:
             convert_program.main,
             convert_program.make_parser(),
             flags={"--from": str(place / "llama"), "--output_dir": ""},
+        ),
+        Program(
+            "retain",
+            retain_program.main,
+            retain_program.make_parser(),
+            (str(place / "windows"),),
+            {"--train_file": text, "--output_dir": "", "--texts": "1", "--block_size": "256"},
         ),
         Program("chat", chat_main, chat_flags.make_parser(), (model,), {"--learn": "true", "--cpu_threads": "1"}),
         Program(
@@ -213,7 +231,7 @@ def programs(place: Path) -> list[Program]:
 
 NAMES = ["run_clm", "run_eval", "export", "convert", "chat", "tokenizer", "prepare", "checkpoints", "plan", "plot"]
 NAMES.insert(5, "generate")
-NAMES += ["recipes", "launch-files"]
+NAMES += ["recipes", "launch-files", "retain"]
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 4])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hope_hf.common.files import require_new
 from hope_hf.common.flags import (
     DEVICE,
+    LONGEST,
     SEED,
     Bounds,
     Checked,
@@ -20,10 +21,13 @@ from hope_hf.common.flags import (
 from hope_hf.common.parser import Parser
 from hope_hf.common.process import return_freed_memory
 from hope_hf.common.program import importing, program
+from hope_hf.data import named_files
 
 if TYPE_CHECKING:
     from hope_hf import HopeConfig
 
+# All are held in memory.
+MOST_TEXTS = 1000
 # Positions behind a text that questions take.
 ROOM_OF_QUESTIONS = 64
 
@@ -45,13 +49,13 @@ def make_parser() -> Parser:
     add("--train_file", metavar="FILE", required=True, help=file)
     add("--output_dir", metavar="DIR", required=True, help="a new folder for the model")
     tokens = "tokens that a head of keys retains, on average over heads and layers (default: %(default)s)"
-    add("--retained_tokens", metavar="N", type=int, default=512, bounds=Bounds(least=1), help=tokens)
+    add("--retained_tokens", metavar="N", type=int, default=512, bounds=Bounds(least=1, most=LONGEST), help=tokens)
     layers = "layers that retain tokens (default: the third of those with windows that lacks most)"
     add("--layers", metavar="N,N", help=layers)
     texts = "training texts (default: %(default)s)"
-    add("--texts", metavar="N", type=int, default=12, bounds=Bounds(least=1), help=texts)
+    add("--texts", metavar="N", type=int, default=12, bounds=Bounds(least=1, most=MOST_TEXTS), help=texts)
     length = "tokens of a training text (default: %(default)s)"
-    add("--block_size", metavar="N", type=int, default=4096, bounds=Bounds(least=256), help=length)
+    add("--block_size", metavar="N", type=int, default=4096, bounds=Bounds(least=256, most=LONGEST), help=length)
     seed = "of texts and scores (default: %(default)s)"
     add("--seed", metavar="N", type=int, default=0, bounds=Bounds(**SEED), help=seed)
     add("--device", metavar="NAME", help=DEVICE)
@@ -66,8 +70,7 @@ def main(argv: list[str]) -> int:
     require_local(options.model, "MODEL")
     out = Path(options.output_dir)
     require_new(out, "--output_dir")
-    if not Path(options.train_file).is_file():
-        raise ValueError(f"--train_file {options.train_file} does not exist: name a text file.")
+    named_files(options.train_file, "--train_file")
     # Not at the top: flags are read and files are looked for without torch, which takes seconds to be imported.
     with importing():
         import torch
