@@ -20,6 +20,7 @@ from hope_hf.data import prepare, tokenizer
 from hope_hf.evaluation.flags import GROUPS as EVALUATION_GROUPS
 from hope_hf.export import run as export
 from hope_hf.plan import flags as plan
+from hope_hf.retain import run as retain
 from hope_hf.training.checkpoints import tool
 from hope_hf.training.watch import plot
 
@@ -41,6 +42,7 @@ PARSERS = {
     "hope-hf plan": plan.make_parser,
     "hope-hf plot": plot.make_parser,
     "hope-hf prepare": prepare.make_parser,
+    "hope-hf retain": retain.make_parser,
     "hope-hf recipes": lambda: packaged.make_parser("recipes"),
     "hope-hf tokenizer": tokenizer.make_parser,
     "hope-hf train": lambda: Parser(TRAINING_GROUPS),

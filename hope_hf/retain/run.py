@@ -19,7 +19,6 @@ from hope_hf.common.flags import (
     require_local,
 )
 from hope_hf.common.parser import Parser
-from hope_hf.common.process import return_freed_memory
 from hope_hf.common.program import importing, program
 from hope_hf.data import named_files
 
@@ -86,7 +85,6 @@ def main(argv: list[str]) -> int:
         from .texts import AskedTexts
 
     set_up_cpu(None)
-    return_freed_memory()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     named = f"MODEL {options.model}"
