@@ -200,8 +200,8 @@ MUTANTS = [
     Mutant(
         "interest of the mean token of a question",
         "retain/interest.py",
-        "weights_of_tokens.amax((0, 2, 3)).T",
-        "weights_of_tokens.mean((0, 2, 3)).T",
+        "(highest_of_group * is_token[..., None]).amax((1, 2))",
+        "(highest_of_group * is_token[..., None]).mean((1, 2))",
         "tests/retain/test_learned_scores.py",
     ),
     Mutant(

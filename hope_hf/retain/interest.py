@@ -71,7 +71,7 @@ def read_with_full_attention(
         asking_reads, weights = _ask(asking, attended, block.mixer.scaling)
         if index in layers:
             passed_weights = weights[..., passed]
-            without = _without(asking_reads, passed_weights, attended.values[:, :, passed])
+            without = _without(asking_reads, passed_weights, attended, passed)
             yield LayerReading(
                 layer=index,
                 inputs=attended.inputs[0, passed],
@@ -83,9 +83,10 @@ def read_with_full_attention(
 
 
 def _interest(weights: Tensor, is_token: Tensor) -> Tensor:
-    """The highest weight that any token [N, C] of questions gives [T', G], of weights [N, G, H / G, C, T']."""
-    weights_of_tokens = weights * is_token[:, None, None, :, None]
-    return weights_of_tokens.amax((0, 2, 3)).T
+    """The highest weight that any token [N, C] of questions gives [T', G], of weights [G, N, H / G, C, T']."""
+    highest_of_group = weights.amax(2)
+    highest = (highest_of_group * is_token[..., None]).amax((1, 2))
+    return highest.T
 
 
 def _project(block, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Attended:
@@ -108,39 +109,56 @@ def _after(block, hidden_states: Tensor, reads: Tensor) -> Tensor:
 
 
 def _ask(asking: Attended, text: Attended, scaling: float) -> tuple[Tensor, Tensor]:
-    """What each question reads [N, H, C, D], and its weights of the text's tokens [N, G, H / G, C, T]."""
-    questions, _, count, _ = asking.queries.shape
-    _, heads, length, width = text.keys.shape
-    of_text = questions, heads, length, width
-    keys = torch.cat([text.keys.expand(of_text), asking.keys], dim=2)
-    values = torch.cat([text.values.expand(of_text), asking.values], dim=2)
-    is_visible = torch.ones(count, length + count, device=keys.device).tril(length).bool()
-    grouped = asking.queries.unflatten(1, (heads, -1))
-    # a product for each head of keys
-    products = grouped.flatten(2, 3) @ keys.mT * scaling
-    products = products.unflatten(2, (-1, count))
-    products.masked_fill_(~is_visible, -torch.inf)
-    weights = products.softmax(-1)
-    reads = weights.flatten(2, 3) @ values
-    reads = reads.unflatten(2, (-1, count))
-    return reads.flatten(1, 2), weights[..., :length]
+    """What each question reads [N, H, C, D], and its weights of the text's tokens [G, N, H / G, C, T]."""
+    length = text.keys.shape[2]
+    queries = _by_key_head(asking.queries, text) * scaling
+    count = queries.shape[3]
+    question_keys = asking.keys.transpose(0, 1)
+    question_values = asking.values.transpose(0, 1)
+    # all questions in a product: the text's keys are many
+    text_products = queries.flatten(1, 3) @ text.keys[0].mT
+    text_products = text_products.unflatten(1, queries.shape[1:4])
+    question_products = queries.flatten(2, 3) @ question_keys.mT
+    question_products = question_products.unflatten(2, (-1, count))
+    is_later = torch.ones(count, count, device=queries.device).triu(1).bool()
+    question_products = question_products.masked_fill(is_later, -torch.inf)
+    products = torch.cat([text_products, question_products], dim=-1)
+    text_weights, question_weights = products.softmax(-1).tensor_split([length], dim=-1)
+    text_reads = _read(text_weights, text.values[0])
+    question_reads = question_weights.flatten(2, 3) @ question_values
+    reads = text_reads + question_reads.unflatten(2, (-1, count))
+    return _by_query_head(reads), text_weights
 
 
-def _without(reads: Tensor, weights: Tensor, values: Tensor) -> Tensor:
-    """What questions would read without some tokens [N, H, C, D].
+def _by_key_head(heads: Tensor, text: Attended) -> Tensor:
+    """[N, H, C, D] -> [G, N, H / G, C, D]."""
+    key_heads = text.keys.shape[1]
+    return heads.unflatten(1, (key_heads, -1)).transpose(0, 1)
+
+
+def _by_query_head(heads: Tensor) -> Tensor:
+    """[G, N, H / G, C, D] -> [N, H, C, D]."""
+    return heads.transpose(0, 1).flatten(1, 2)
+
+
+def _read(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums [G, N, H / G, C, D] of values [G, T, D] by weights [G, N, H / G, C, T]."""
+    reads = weights.flatten(1, 3) @ values
+    return reads.unflatten(1, weights.shape[1:4])
+
+
+def _without(reads: Tensor, weights: Tensor, text: Attended, tokens: slice) -> Tensor:
+    """What questions would read without some tokens of the text [N, H, C, D].
 
     Args:
         reads: what they read with them [N, H, C, D].
-        weights: of these tokens [N, G, H / G, C, T'].
-        values: of these tokens [1, G, T', D].
+        weights: of these tokens [G, N, H / G, C, T'].
     """
-    heads = weights.shape[1]
-    from_tokens = weights.flatten(2, 3) @ values
-    from_tokens = from_tokens.unflatten(2, weights.shape[2:4])
-    from_others = reads.unflatten(1, (heads, -1)) - from_tokens
+    from_tokens = _read(weights, text.values[0, :, tokens])
+    from_others = _by_key_head(reads, text) - from_tokens
     weight_of_others = 1 - weights.sum(-1, keepdim=True)
     without = from_others / weight_of_others.clamp(min=_LEAST_WEIGHT)
-    return without.flatten(1, 2)
+    return _by_query_head(without)
 
 
 def _lacking(block, reads: Tensor, without: Tensor, is_token: Tensor) -> float:

@@ -90,7 +90,8 @@ def test_suite_has_a_row_for_every_reading(tiny_model, tmp_path, monkeypatch):
     novel.write_text(NOVEL)
     words = [statement for fact in make_facts(0) for statement in fact.statements]
     tokenizer = train_tokenizer([NOVEL[:5000], *words], 600)
-    window = dict(layer_types=["hope_memory", "window_attention"], sliding_window=512, max_position_embeddings=20_000)
+    kinds = ["hope_memory", "window_attention", "retaining_attention"]
+    window = dict(layer_types=kinds, num_hidden_layers=3, sliding_window=512, max_position_embeddings=20_000)
     model = tiny_model(vocab_size=len(tokenizer), level_learning={"periods": [64, 256]}, **window)
     # full attention has no positions for the second length
     monkeypatch.setattr(suite, "_fits", lambda reading, length: reading.name != "full" or length < 3000)
