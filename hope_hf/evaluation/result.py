@@ -32,7 +32,7 @@ TEXT_TABLE = "Text: "
 class SuiteResult:
     """Tables, pictures and text of one suite, written when the suite has ended.
 
-    tables: title -> rows. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
+    tables: title -> rows; one without rows is left out. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
         `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
     pictures: file name -> function that draws it to the path given.
     samples: name -> rows that are written into the report.
@@ -47,6 +47,10 @@ class SuiteResult:
     logs: dict[str, list[dict]] = field(default_factory=dict)
     text: str = ""
     summary: list[Row] = field(default_factory=list)
+
+    def __post_init__(self):
+        # such as passages of a model that recalls nothing
+        self.tables = {title: rows for title, rows in self.tables.items() if rows}
 
 
 def summary_row(number: str, value: float, stderr: float | None, chance: float | None = None) -> Row:

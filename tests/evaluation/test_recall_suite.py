@@ -1,5 +1,7 @@
 """The suite `recall`: texts that state facts, scores of answers by hand, and a run of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from hope_hf.evaluation.recall import suite
 from hope_hf.evaluation.recall.answers import Answers, answers_of
 from hope_hf.evaluation.recall.facts import make_facts, text_with_facts
 from hope_hf.evaluation.recall.kinds import FACTS_OF_A_KIND, KINDS
+from hope_hf.evaluation.report import as_markdown
 from hope_hf.evaluation.subject import Subject
 
 NOVEL = "\n\n".join(f"It rained for {days} days, and nobody left the house." for days in range(2000))
@@ -105,5 +108,8 @@ def test_suite_has_a_row_for_every_reading(tiny_model, tmp_path, monkeypatch):
     # the names alone stand in the paraphrases
     assert found["paraphrase"] >= 0.5
     assert [row["reading"] for row in losses] == ["read", "frozen", "learn", "full", "read", "frozen", "learn"]
+    # without passages
+    alone = suite.recall(replace(args, tasks="read", lengths="2k"), Subject(model, tokenizer))
+    assert "passages" not in as_markdown("recall", alone).lower() and len(alone.tables) == 2
     result.pictures["recall.png"](tmp_path / "recall.png")
     assert (tmp_path / "recall.png").stat().st_size
