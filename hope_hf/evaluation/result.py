@@ -32,8 +32,8 @@ TEXT_TABLE = "Text: "
 class SuiteResult:
     """Tables, pictures and text of one suite, written when the suite has ended.
 
-    tables: title -> rows; one without rows is left out. All rows of a table have the same keys. A number `x` with a key `x_stderr` is shown as
-        `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
+    tables: title -> rows; one without rows is left out. All rows of a table have the same keys. A number `x` with a
+        key `x_stderr` is shown as `x ± x_stderr`; `n` is the number of samples of a row. Values are JSON-able.
     pictures: file name -> function that draws it to the path given.
     samples: name -> rows that are written into the report.
     logs: file name without ending -> rows for a file of JSON lines beside it.
