@@ -123,9 +123,10 @@ def _ask(asking: Attended, text: Attended, scaling: float) -> tuple[Tensor, Tens
     is_later = torch.ones(count, count, device=queries.device).triu(1).bool()
     question_products = question_products.masked_fill(is_later, -torch.inf)
     products = torch.cat([text_products, question_products], dim=-1)
-    text_weights, question_weights = products.softmax(-1).tensor_split([length], dim=-1)
+    weights = products.softmax(-1, dtype=torch.float32)
+    text_weights, question_weights = weights.tensor_split([length], dim=-1)
     text_reads = _read(text_weights, text.values[0])
-    question_reads = question_weights.flatten(2, 3) @ question_values
+    question_reads = question_weights.flatten(2, 3).to(question_values.dtype) @ question_values
     reads = text_reads + question_reads.unflatten(2, (-1, count))
     return _by_query_head(reads), text_weights
 
@@ -143,7 +144,7 @@ def _by_query_head(heads: Tensor) -> Tensor:
 
 def _read(weights: Tensor, values: Tensor) -> Tensor:
     """Sums [G, N, H / G, C, D] of values [G, T, D] by weights [G, N, H / G, C, T]."""
-    reads = weights.flatten(1, 3) @ values
+    reads = weights.flatten(1, 3).to(values.dtype) @ values
     return reads.unflatten(1, weights.shape[1:4])
 
 
@@ -158,7 +159,7 @@ def _without(reads: Tensor, weights: Tensor, text: Attended, tokens: slice) -> T
     from_others = _by_key_head(reads, text) - from_tokens
     weight_of_others = 1 - weights.sum(-1, keepdim=True)
     without = from_others / weight_of_others.clamp(min=_LEAST_WEIGHT)
-    return _by_query_head(without)
+    return _by_query_head(without).to(reads.dtype)
 
 
 def _lacking(block, reads: Tensor, without: Tensor, is_token: Tensor) -> float:

@@ -41,13 +41,13 @@ def learn_to_retain(
     fitted, scores = fit_layers(model, texts, layers)
     counts = share_out(scores, len(texts), mean)
     config = retaining_config(model.config, layers, counts)
-    weights = model.state_dict()
+    weights = model.cpu().state_dict()
     for name in list(weights):
         if ".mixer.scores." in name:
             del weights[name]
     for layer, scores_of_layer in fitted.items():
         for name, tensor in scores_of_layer.items():
-            weights[f"model.layers.{layer}.mixer.scores.{name}"] = tensor
+            weights[f"model.layers.{layer}.mixer.scores.{name}"] = tensor.cpu()
     retaining = type(model).from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype)
     retaining.generation_config = model.generation_config
     return retaining.eval()

@@ -84,6 +84,19 @@ def test_the_same_seed_gives_the_same_model_and_a_model_can_learn_again(place, t
         assert all(torch.equal(other[name], tensor) for name, tensor in weights[0].items())
 
 
+def test_a_model_in_bfloat16_stays_so(place, tmp_path):
+    whole = HopeForCausalLM.from_pretrained(place / "windows", dtype=torch.bfloat16)
+    whole.save_pretrained(tmp_path / "low")
+    for file in (place / "windows").glob("tokenizer*"):
+        (tmp_path / "low" / file.name).write_bytes(file.read_bytes())
+    again = dict(model=tmp_path / "low")
+    assert retain(place, tmp_path / "out", "--layers", "1", **again) == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16 and model(torch.ones(1, 100, dtype=torch.long)).logits.isfinite().all()
+
+
 ERRORS = [
     (["--layers", "7"], {}, "--layers has 7, and the layers of MODEL {place}/windows with a window are 0, 1, 2, 3"),
     (["--layers", "x"], {}, "--layers is 'x': write whole numbers of 0 or more"),
