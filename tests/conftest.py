@@ -111,8 +111,9 @@ def trained_run(tmp_path_factory) -> Path:
     from hope_hf.training import main as train
 
     folder = tmp_path_factory.mktemp("trained")
-    kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
-    model = _tiny_model(num_hidden_layers=4, layer_types=kinds, sliding_window=6, attention_sinks=2)
+    kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention", "retaining_attention"]
+    windows = dict(sliding_window=6, attention_sinks=2, retained_block_size=4)
+    model = _tiny_model(num_hidden_layers=5, layer_types=kinds, **windows)
     model.save_pretrained(folder / "start")
     _word_tokenizer().save_pretrained(folder / "start")
     text = folder / "my books" / "read.txt"

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Calling register_constant:FutureWarning"),
 ]
-KINDS = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
+KINDS = ["hope_memory", "full_attention", "window_attention", "sparse_attention", "retaining_attention"]
 STEPS = 8
 
 
@@ -43,7 +43,8 @@ def every_kind(tiny_model):
     """Build a model with a layer of every kind."""
 
     def build():
-        return tiny_model(num_hidden_layers=4, layer_types=KINDS, sliding_window=6, attention_sinks=2)
+        windows = dict(sliding_window=6, attention_sinks=2, retained_block_size=4)
+        return tiny_model(num_hidden_layers=5, layer_types=KINDS, **windows)
 
     return build
 

@@ -366,9 +366,10 @@ def _values_of_module(module: nn.Module, path: _ModulePath, adapters: set[str]) 
     if isinstance(getattr(type(module), "active_adapters", None), property):
         yield from _values_of_wrapper(module, path, adapters)
         return
-    for name, weight in module._parameters.items():
-        if weight is not None:
-            yield _Value(path.full + name, path.short + name, weight)
+    for name, value in chain(module._parameters.items(), module._buffers.items()):
+        # what is not saved follows from the configuration
+        if value is not None and name not in module._non_persistent_buffers_set:
+            yield _Value(path.full + name, path.short + name, value)
     for name, child in module._modules.items():
         yield from _values_of_module(child, path.child(name), adapters)
 

@@ -167,7 +167,8 @@ class HopeConfig(PreTrainedConfig):
             Tokens behind the window that each head of keys retains, a list for each `"retaining_attention"` layer;
             `sliding_window` for each head unless given. `hope-hf retain` shares them out.
         retained_block_size (`int`, *optional*, defaults to 128):
-            Tokens that leave the window of such a layer together. It is part of the model.
+            Tokens that leave the window of such a layer together. It is part of the model. With `sliding_window` it is
+            shorter than the text whose positions the model knows.
         level_periods (`list[int]`, *optional*):
             Continuum memory: tokens of training per update of each MLP level, fast to slow (equation 71). Unless
             given, 1 for every level: no period is shorter than an optimizer step, so every step updates it. A longer

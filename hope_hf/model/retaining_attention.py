@@ -34,6 +34,9 @@ from .streams import Angles, make_streams
 
 # width of the map that scores tokens
 _SCORE_WIDTH = 64
+# The first layer scores the same words alike but for the rounding of its products, which depends on the call's length:
+# whatever the calls, these scores must be equal.
+_SCORE_STEP = 2**-10
 
 
 class TokenScores(nn.Module):
@@ -54,11 +57,12 @@ class TokenScores(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Scores in float32 or wider."""
+        """Scores in float32 or wider, multiples of `_SCORE_STEP`."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
             hidden = F.linear(hidden_states.to(dtype), self.up_weight.to(dtype), self.up_bias.to(dtype))
-            return F.linear(F.gelu(hidden), self.down_weight.to(dtype), self.down_bias.to(dtype))
+            scores = F.linear(F.gelu(hidden), self.down_weight.to(dtype), self.down_bias.to(dtype))
+            return (scores / _SCORE_STEP).round() * _SCORE_STEP
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -107,6 +111,8 @@ class HopeRetainingAttention(HopeAttention):
             retained_positions: the result of `retaining_positions`.
             need_state: whether to return the state after the last token.
         """
+        if state is not None:
+            self._check_retained(state.retained.shape[1])
         streams = make_streams(self, hidden_states, *retained_positions)
         scores = self.scores(hidden_states).transpose(1, 2)
         dropout = self.attention_dropout if self.training else 0.0
@@ -114,6 +120,15 @@ class HopeRetainingAttention(HopeAttention):
         reads, state = read(streams, scores, state, retained, self.sizes, self.counts, need_state, dropout)
         by_token = reads.transpose(1, 2)
         return self.o_proj(by_token.flatten(2)), state, None
+
+    def _check_retained(self, number: int) -> None:
+        """ValueError unless a state's number of retained tokens is the layer's; other layers have other ones."""
+        expected = sum(self.counts)
+        if number != expected:
+            raise ValueError(
+                f"the cache retains {number} tokens in layer {self.layer_idx}, and this model {expected}: it is the "
+                "cache of another model"
+            )
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
@@ -144,18 +159,26 @@ class HopeRetainingAttention(HopeAttention):
                 f"`retained_block_size` ({config.retained_block_size}) must be at least 1 and at least "
                 f"`attention_sinks` ({config.attention_sinks})"
             )
+        sizes = Sizes.of(config)
+        if sizes.window + sizes.block >= sizes.reach:
+            raise ValueError(
+                f"`sliding_window` and `retained_block_size` are {sizes.window} and {sizes.block} tokens, and the "
+                f"model knows {sizes.reach} positions, so that no token behind the window could be retained: give "
+                "smaller ones"
+            )
 
     @staticmethod
     def check_state(state: RetainingState, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         _, heads, slots, width = state.window.shape
         expected_slots = config.sliding_window + config.retained_block_size
         key_heads = config.num_key_value_heads
-        expected = key_heads, expected_slots, 2 * config.head_dim
-        if (heads, slots, width) != expected or state.sinks.shape[2] != config.attention_sinks:
+        sinks = state.sinks.shape[2]
+        expected = key_heads, expected_slots, 2 * config.head_dim, config.attention_sinks
+        if (heads, slots, width, sinks) != expected:
             raise ValueError(
-                f"the cache holds windows of {slots} tokens with {heads} heads of width {width // 2}, and this model "
-                f"has {expected_slots} tokens and {key_heads} heads of width {config.head_dim}: it is the cache of "
-                "another model"
+                f"the cache holds windows of {slots} tokens and {sinks} sinks with {heads} heads of width "
+                f"{width // 2}, and this model has {expected_slots} tokens and {config.attention_sinks} sinks with "
+                f"{key_heads} heads of width {config.head_dim}: it is the cache of another model"
             )
 
     @staticmethod
@@ -166,9 +189,10 @@ class HopeRetainingAttention(HopeAttention):
 
     @staticmethod
     def rounds(config: PreTrainedConfig) -> tuple[int, int]:
-        """A round is a block, from where on a window is full."""
+        """A round is a block, from where on a window is full; a short text has whole blocks."""
         block = config.retained_block_size
-        return config.sliding_window + 2 * block, block
+        blocks_of_window = math.ceil(config.sliding_window / block)
+        return (blocks_of_window + 2) * block, block
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:

@@ -30,11 +30,19 @@ def without_dropout(config):
 def with_layers(config, kinds: list[str]):
     """The config of a model with these layers alone."""
     fields = config.to_dict() | {"num_hidden_layers": len(kinds)}
+    if fields.get("retained_tokens"):
+        # one layer stands for all of its kind
+        fields["retained_tokens"] = [_mean_of_heads(fields["retained_tokens"])]
     if getattr(config, "layer_types", None):
         fields["layer_types"] = kinds
         # the name in HOPE's files
         fields.pop("mixer_types", None)
     return type(config).from_dict(fields)
+
+
+def _mean_of_heads(counts: list[list[int]]) -> list[int]:
+    """The mean of lists, head by head."""
+    return [round(sum(of_head) / len(counts)) for of_head in zip(*counts, strict=True)]
 
 
 def kinds_of_layers(config) -> list[str]:

@@ -71,9 +71,10 @@ def test_a_prompt_of_generate_is_read_as_transformers_reads_it(conversation, tok
 
 @pytest.mark.parametrize("learn", [False, True])
 def test_undo_is_exact(tiny_model, tokenizer, learn):
-    kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
+    kinds = ["hope_memory", "full_attention", "window_attention", "sparse_attention", "retaining_attention"]
+    windows = dict(sliding_window=4, retained_block_size=4)
     learning = {"periods": [8, 8], "gate": False}
-    model = tiny_model(num_hidden_layers=4, layer_types=kinds, sliding_window=4, level_learning=learning)
+    model = tiny_model(num_hidden_layers=5, layer_types=kinds, level_learning=learning, **windows)
     talk = Conversation(model, tokenizer, learn=learn, learn_generated=learn, max_new_tokens=6, do_sample=False)
     talk.say(MESSAGES[2])
     transcript = talk.transcript

@@ -16,7 +16,7 @@ from hope_hf import HopeForCausalLM
 from hope_hf.export import ExportFailed, main
 from hope_hf.export.folder import check_export
 
-KINDS = ["hope_memory", "full_attention", "window_attention", "sparse_attention"]
+KINDS = ["hope_memory", "full_attention", "window_attention", "sparse_attention", "retaining_attention"]
 
 
 def test_the_folder_holds_all_that_is_needed(trained_run, exported):
@@ -157,7 +157,7 @@ DAMAGED = [
     ("tokenizer.json", None, "holds no tokenizer that loads"),
     ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}', "code that tokenizer_config.json"),
     ("config.json", {"memory_rule": "paper"}, "has no weights for model.layers.0.mixer."),
-    ("config.json", {"num_hidden_layers": 5, "layer_types": [*KINDS, "hope_memory"]}, "has no weights for"),
+    ("config.json", {"num_hidden_layers": 6, "layer_types": [*KINDS, "hope_memory"]}, "has no weights for"),
     ("config.json", {"dtype": "int8"}, "'int8'"),
     ("config.json", None, "holds no config.json"),
 ]

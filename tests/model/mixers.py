@@ -15,14 +15,19 @@ ATTENTION = dict(layer_types=["full_attention", "full_attention"])
 SIZES = dict(sparse_block_size=8, sparse_compress_stride=4, sparse_top_k=4, sparse_window=8)
 SPARSE = dict(layer_types=["sparse_attention", "sparse_attention"]) | SIZES
 WINDOW = dict(layer_types=["window_attention", "window_attention"], sliding_window=6, attention_sinks=2)
+RETAINING = dict(layer_types=["retaining_attention", "retaining_attention"], sliding_window=6, attention_sinks=2)
+RETAINING |= dict(retained_block_size=4)
 # Memories, whose states have one size; keys and values, which grow; and all kinds of layers in one model.
 MIXED = (
     WINDOW
     | SIZES
     | dict(
-        layer_types=["hope_memory", "window_attention", "sparse_attention", "full_attention"],
+        layer_types=[
+            "hope_memory", "window_attention", "retaining_attention", "sparse_attention", "full_attention"
+        ],
+        retained_block_size=4,
         memory_projections=["k", "v"],
-        num_hidden_layers=4,
+        num_hidden_layers=5,
     )
 )
 STATES = {"memory": {}, "attention": ATTENTION, "mixed": MIXED}

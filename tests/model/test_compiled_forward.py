@@ -17,10 +17,11 @@ pytestmark = [
 
 # two chunks, of which the first is recomputed in the backward pass
 SMALL = dict(num_hidden_layers=1, memory_chunk_size=16, recompute_chunks=1)
-# layers whose loops depend on the text, two at a time; all of them in the long tests
+# layers whose loops depend on the text, a few at a time; all of them in the long tests
 SPARSE = SIZES | dict(layer_types=["hope_memory", "sparse_attention"], num_hidden_layers=2)
-WINDOW = MIXED | dict(layer_types=["hope_memory", "window_attention"], num_hidden_layers=2)
-ALL = MIXED | dict(layer_types=["hope_memory", "sparse_attention", "window_attention"], num_hidden_layers=3)
+WINDOW = MIXED | dict(layer_types=["hope_memory", "window_attention", "retaining_attention"], num_hidden_layers=3)
+ALL = MIXED | dict(num_hidden_layers=4)
+ALL["layer_types"] = ["hope_memory", "sparse_attention", "window_attention", "retaining_attention"]
 MODELS = {"memory": {}, "paper-1": MEMORIES["paper-1"], "attention": dict(layer_types=["full_attention"])}
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from mixers import SPARSE, WINDOW
+from mixers import RETAINING, SPARSE, WINDOW
 from transformers import AutoConfig
 
 from hope_hf import PRESETS, HopeConfig, HopeForCausalLM
@@ -60,6 +60,7 @@ def test_no_level_waits_unless_periods_are_given(config):
 
 
 ATTENTION = dict(layer_types=["full_attention"])
+TWO = dict(num_hidden_layers=2)
 ERASES = dict(memory_erase_bias=[0.0, 0.0])
 # what else is in the configuration, a field, and values that are refused by its name
 REFUSED = [
@@ -91,13 +92,17 @@ REFUSED = [
     (ATTENTION, "num_attention_heads", [0]),
     (ATTENTION, "num_key_value_heads", [0, 4]),
     (ATTENTION, "hidden_size", [100]),
-    (WINDOW | dict(num_hidden_layers=2), "sliding_window", [None, 0]),
-    (WINDOW | dict(num_hidden_layers=2), "attention_sinks", [-1]),
+    (WINDOW | TWO, "sliding_window", [None, 0]),
+    (WINDOW | TWO, "attention_sinks", [-1]),
     (ATTENTION, "sliding_window", [6]),
-    (SPARSE | dict(num_hidden_layers=2), "sparse_window", [10]),
-    (SPARSE | dict(num_hidden_layers=2), "sparse_compress_stride", [3]),
-    (SPARSE | dict(num_hidden_layers=2), "sparse_top_k", [0]),
-    (SPARSE | dict(num_hidden_layers=2), "sparse_block_size", [0]),
+    (RETAINING | TWO, "sliding_window", [None, 0]),
+    (RETAINING | TWO, "retained_tokens", [[[3]], [[3], [3, 0]], [[3], [-1]], [[3], [1.5]], 3, [3, 3], [[], []], []]),
+    (RETAINING | TWO, "retained_block_size", [0, 1, -1, 2.5]),
+    (WINDOW | TWO, "retained_tokens", [[[3]], []]),
+    (SPARSE | TWO, "sparse_window", [10]),
+    (SPARSE | TWO, "sparse_compress_stride", [3]),
+    (SPARSE | TWO, "sparse_top_k", [0]),
+    (SPARSE | TWO, "sparse_block_size", [0]),
 ]
 
 
@@ -118,9 +123,10 @@ def test_heads_of_layers_that_are_not_there_may_be_anything():
 
 
 def test_positions_end_where_a_layer_sees_the_whole_text():
-    longest = {"hope_memory": None, "full_attention": 8192, "sparse_attention": 8192, "window_attention": None}
+    longest = {"hope_memory": None, "full_attention": 8192, "sparse_attention": 8192}
+    longest |= dict.fromkeys(["window_attention", "retaining_attention"])
     for kind, expected in longest.items():
-        window = 8 if kind == "window_attention" else None
+        window = 8 if kind in ("window_attention", "retaining_attention") else None
         config = HopeConfig(**SMALL, layer_types=[kind], sliding_window=window, max_position_embeddings=8192)
         assert config.longest_text == expected
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mixers import RETAINING
 from peft import PeftModel
 from peft_adapters import KINDS, adapted, config_of, shake
 
@@ -23,6 +24,17 @@ def test_files_of_models_without_adapters_keep_their_fingerprint(tiny_model):
             for weight in model.parameters():
                 weight.copy_(torch.arange(weight.numel()).view(weight.shape) / 1024)
         assert fingerprint(model).exact == expected
+
+
+def test_what_chooses_the_tokens_to_retain_counts(tiny_model):
+    """It is no parameter."""
+    model = tiny_model(**RETAINING)
+    before = fingerprint(model)
+    for scores in model.model.layers[1].mixer.scores.buffers():
+        scores.add_(1e-3)
+        after = fingerprint(model)
+        assert after.exact != before.exact and after.rounded != before.rounded
+        before = after
 
 
 @pytest.fixture

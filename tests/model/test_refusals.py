@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from mixers import ATTENTION, HYBRID, MIXED, SPARSE, STATES, WINDOW, random_ids
+from mixers import ATTENTION, HYBRID, MIXED, RETAINING, SPARSE, STATES, WINDOW, random_ids
 from transformers import DynamicCache
 
 from hope_hf import HopeCache
@@ -123,6 +123,7 @@ def test_documents_after_a_cache(model_of):
 
 
 NARROW = SPARSE | dict(sparse_block_size=8, sparse_compress_stride=8)
+RETAINS = RETAINING | dict(retained_tokens=[[3, 2], [4, 1]])
 # the model that wrote the cache, the one that reads it, and words
 OTHERS = {
     "fewer layers": ({}, dict(num_hidden_layers=1), "2 layers.*1"),
@@ -132,6 +133,8 @@ OTHERS = {
     "other projections": ({}, dict(memory_projections=["v"]), "2 heads of 1 memories.*2 of 2.*another model"),
     "strides": (SPARSE, NARROW, "strides of 4.*strides of 8"),
     "convolutions": (SPARSE, SPARSE | dict(conv_kernel_size=2), "convolutions of 4 tokens.*of 2 tokens"),
+    "retained": (RETAINS, RETAINS | dict(retained_tokens=[[3, 2], [4, 2]]), "5 tokens in layer 1.*6.*another model"),
+    "retaining window": (RETAINING, RETAINING | dict(sliding_window=7), "windows of 10 tokens.*11 tokens"),
     "window": (WINDOW, WINDOW | dict(sliding_window=11), "windows of 8 tokens.*13 tokens"),
 }
 

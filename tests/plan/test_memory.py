@@ -30,6 +30,8 @@ def plan(config, key: str, world: int, precision: str = "no", parts: int | None 
 
 
 WINDOWS = {"layer_types": ["window_attention", "full_attention"], "sliding_window": 20, "attention_sinks": 4}
+RETAINING = {"layer_types": ["retaining_attention"] * 2, "num_hidden_layers": 2, "sliding_window": 20}
+RETAINING |= {"retained_block_size": 16}
 BOTH = {"layer_types": ["sparse_attention", "hope_memory"], "num_hidden_layers": 2}
 TIED = {"tie_word_embeddings": True, "num_hidden_layers": 2}
 # A small model, fields of its config, its strategy, processes and precision, and the flags of its step.
@@ -42,6 +44,7 @@ SUMS = [
     ("tiny", {"num_hidden_layers": 1}, ("full_shard", 4, "no"), {}),
     ("sparse", BOTH, ("full_shard", 4, "bf16"), {"checkpointing": "block"}),
     ("clocks", WINDOWS | {"num_hidden_layers": 2, "attention_bias": True}, ("ddp", 1, "bf16"), {}),
+    ("clocks", RETAINING, ("full_shard", 4, "bf16"), {}),
 ]
 MORE_SUMS = [
     ("tiny", {"num_hidden_layers": 8}, ("ddp", 1, "no"), {"batch_size": 2, "checkpointing": "mixer"}),
@@ -86,6 +89,7 @@ def test_parts_of_presets_add_up_to_the_whole_step(preset, launch):
 ROUNDS = [
     ("hope_memory", {"recompute_chunks": 4, "memory_chunk_size": 32}, "none", 500),
     ("window_attention", {"sliding_window": 100, "attention_sinks": 4}, "mixer", 1100),
+    ("retaining_attention", {"sliding_window": 100, "attention_sinks": 4, "retained_block_size": 64}, "none", 700),
     ("sparse_attention", {"sparse_window": 64, "sparse_top_k": 2, "sparse_compress_stride": 32}, "block", 512),
 ]
 
@@ -196,7 +200,8 @@ def test_the_largest_part_has_whole_rows():
 @pytest.mark.parametrize(
     "fields",
     [{}, {"memory_rule": "paper"}, {"memory_projections": ["k", "v"]}, {"layer_types": ["full_attention"] * 2}]
-    + [{"layer_types": ["sparse_attention"] * 2}, {"layer_types": ["window_attention"] * 2, "sliding_window": 20}],
+    + [{"layer_types": ["sparse_attention"] * 2}, {"layer_types": ["window_attention"] * 2, "sliding_window": 20}]
+    + [{"layer_types": ["retaining_attention"] * 2, "sliding_window": 8, "retained_tokens": [[3, 9], [1, 2]]}],
 )
 def test_state_of_a_sequence_is_the_caches(fields, tiny_config):
     config = tiny_config(**fields)
