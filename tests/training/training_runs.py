@@ -37,8 +37,12 @@ HOPE = [
 HOPE_ATTENTION = [HOPE[0], HOPE[1] + ",layer_types=[full_attention,full_attention]"]
 # All blocks that are read are forced: a rounding error selects no other.
 SPARSE = "sparse_block_size=8,sparse_compress_stride=4,sparse_top_k=3,sparse_window=8"
-HOPE_SPARSE = [HOPE[0], HOPE[1] + f",layer_types=[hope_memory,sparse_attention],{SPARSE}"]
-HOPE_HYBRID = [HOPE[0], HOPE[1] + ",layer_types=[hope_memory,full_attention]"]
+THREE_LAYERS = HOPE[1].replace("num_hidden_layers=2", "num_hidden_layers=3")
+RETAINING = "sliding_window=8,attention_sinks=2,retained_block_size=4"
+HOPE_SPARSE = [
+    HOPE[0], f"{THREE_LAYERS},layer_types=[hope_memory,sparse_attention,retaining_attention],{SPARSE},{RETAINING}"
+]
+HOPE_HYBRID = [HOPE[0], f"{THREE_LAYERS},layer_types=[hope_memory,full_attention,retaining_attention],{RETAINING}"]
 
 # With these a run has its checkpoints 4 and 8, and the fixture `trained` its flags.
 EVERY_FOURTH = ["--checkpointing_steps", "4", "--eval_steps", "4", "--save_total_limit", "9"]

@@ -100,6 +100,31 @@ def test_shards_that_are_drawn_begin_as_a_whole_model_does(launched, engine, nam
         assert curve(rows, metric) != curve(single, metric)
 
 
+def scores_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a saved model the maps that score tokens, which are buffers."""
+    weights = load_file(folder / "model.safetensors")
+    scores = {name: tensor for name, tensor in weights.items() if ".scores." in name}
+    assert len(scores) == 4
+    return scores
+
+
+@pytest.mark.parametrize(("engine", "name"), each("hope-sparse"))
+def test_buffers_are_saved_and_stay_as_they_are(launched, engine, name):
+    folder = launched(engine).folder / name
+    single = launched("single").folder / name
+    expected = scores_in(single)
+    for saved in (folder, folder / f"checkpoint-{SAVED_STEP}", single / f"checkpoint-{SAVED_STEP}"):
+        for buffer, tensor in scores_in(saved).items():
+            assert torch.equal(tensor, expected[buffer]), (saved, buffer)
+
+
+@pytest.mark.parametrize(("engine", "name"), each("drawn"))
+def test_buffers_are_drawn_where_shards_are(launched, engine, name):
+    scores = scores_in(launched(engine).folder / name)
+    weight = scores["model.layers.2.mixer.scores.up_weight"]
+    assert float(weight.std()) == pytest.approx(weight.shape[1] ** -0.5, rel=0.1)
+
+
 def test_every_process_writes_its_files_and_one_prints(launched):
     ddp = launched("ddp")
     printed = ddp.output("hope")
