@@ -5,16 +5,20 @@ from mixers import RETAINING, random_ids
 
 from hope_hf import HopeCache
 
+PIECES = [3, 1, 1, 20, 1, 34]
+
 
 @torch.no_grad()
 def test_the_same_words_are_scored_alike_in_any_calls(tiny_model):
     """The older of two stays: rounding of products, which depends on the call's length, must not decide."""
     model = tiny_model(hidden_size=64, **RETAINING)
+    embedded = model.model.embed_tokens(random_ids(4, 60))
     block = model.model.layers[0]
-    inputs = block.input_layernorm(model.model.embed_tokens(random_ids(1, 200)))
-    together = block.mixer.scores(inputs)
-    parts = [block.mixer.scores(part) for part in inputs.split([1] * 20 + [3] * 20 + [120], dim=1)]
-    assert torch.equal(together, torch.cat(parts, dim=1))
+    inputs = block.input_layernorm(embedded)
+    scores = block.mixer.scores
+    together = scores(inputs)
+    parts = map(scores, inputs.split(PIECES, dim=1))
+    assert torch.equal(together, torch.cat([*parts], dim=1))
     assert len(together.unique()) > 50
 
 
@@ -24,5 +28,8 @@ def test_a_text_of_few_words_is_read_the_same_in_any_pieces(tiny_model):
     ids = random_ids(2, 60) % 11 + 1
     whole = model(ids).logits
     cache = HopeCache(model.config)
-    logits = [model(piece, cache=cache).logits for piece in ids.split([3, 1, 1, 20, 1, 34], dim=1)]
+    logits = []
+    for piece in ids.split(PIECES, dim=1):
+        output = model(piece, cache=cache)
+        logits.append(output.logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=0, atol=1e-10)
