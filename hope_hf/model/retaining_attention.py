@@ -114,7 +114,7 @@ class HopeRetainingAttention(HopeAttention):
         if state is not None:
             self._check_retained(state.retained.shape[1])
         streams = make_streams(self, hidden_states, *retained_positions)
-        scores = self.scores(hidden_states).transpose(1, 2)
+        scores = self.scores(hidden_states).transpose(1, 2).unsqueeze(-1)
         dropout = self.attention_dropout if self.training else 0.0
         read = read_in_graph if isinstance(retained, TokenPlan) else read_retaining
         reads, state = read(streams, scores, state, retained, self.sizes, self.counts, need_state, dropout)

@@ -21,7 +21,7 @@ from .streams import Streams, bias_of, scores_of, take
 
 
 class Retained(NamedTuple):
-    """Tokens that heads retain: entries [B, N, 2 D], and scores [B, N] in float32 or wider.
+    """Tokens that heads retain: entries [B, N, 2 D], and scores [B, N, 1] in float32 or wider.
 
     `positions` [B, N] are those in the document, and -1 in slots that are empty.
     """
@@ -40,7 +40,7 @@ class RetainingState(NamedTuple):
 
     # entries [B, H, sinks, 2 D]
     sinks: Tensor
-    # entries [B, H, W + K, 2 D], scores [B, H, W + K]
+    # entries [B, H, W + K, 2 D], scores [B, H, W + K, 1]
     window: Tensor
     window_scores: Tensor
     # see `Retained`
@@ -50,15 +50,14 @@ class RetainingState(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The M keys and values of a call: entries [B, H, M, 2 D], scores [B, H, M]."""
+    """The M keys and values of a call: entries [B, H, M, 2 D], scores [B, H, M, 1]."""
 
     entries: Tensor
     scores: Tensor
 
     def take(self, index: slice | Tensor) -> "Entries":
         """Those at an index, see `streams.take`."""
-        scores = take(self.scores.unsqueeze(-1), index)
-        return Entries(take(self.entries, index), scores.squeeze(-1))
+        return Entries(take(self.entries, index), take(self.scores, index))
 
 
 def _new_state(offered: Entries, sizes: Sizes, counts: Sequence[int]) -> RetainingState:
@@ -70,9 +69,9 @@ def _new_state(offered: Entries, sizes: Sizes, counts: Sequence[int]) -> Retaini
     return RetainingState(
         sinks=entries.new_zeros(rows, heads, sizes.sinks, width),
         window=entries.new_zeros(rows, heads, size, width),
-        window_scores=scores.new_zeros(rows, heads, size),
+        window_scores=scores.new_zeros(rows, heads, size, 1),
         retained=entries.new_zeros(rows, number, width),
-        retained_scores=scores.new_zeros(rows, number),
+        retained_scores=scores.new_zeros(rows, number, 1),
         retained_positions=torch.full((rows, number), -1, device=entries.device),
     )
 
@@ -90,13 +89,13 @@ def read_retaining(
     """What the tokens of a call read [B, heads, T, D], and the state after the call if it is needed.
 
     Args:
-        scores: of the tokens [B, H, T].
+        scores: of the tokens [B, H, T, 1].
         state: state before the call, which may have another dtype.
         counts: tokens that each head retains [H].
         dropout: share of the weights that are set to 0.
     """
     entries = torch.cat([streams.keys, streams.values], dim=-1)
-    offered = Entries(_to_slots(plan, entries), _to_slots(plan, scores.unsqueeze(-1)).squeeze(-1))
+    offered = Entries(_to_slots(plan, entries), _to_slots(plan, scores))
     queries = _to_slots(plan, streams.queries)
     sink_queries = queries
     if streams.sink_queries is not None:
@@ -105,7 +104,12 @@ def read_retaining(
     if before is None:
         before = _new_state(offered, sizes, counts)
     is_whole_text = state is None and plan.token_slot is None
-    keys = offered if is_whole_text else _behind_window(offered, before, plan, sizes)
+    keys = offered
+    if not is_whole_text:
+        keys = Entries(
+            entries=_behind(before.window, offered.entries, plan, sizes),
+            scores=_behind(before.window_scores, offered.scores, plan, sizes),
+        )
     dtype = entries.dtype
     sinks = before.sinks.to(dtype)
     retained = Retained(before.retained.to(dtype), before.retained_scores, before.retained_positions)
@@ -145,13 +149,6 @@ def _to_slots(plan: RetainingPlan, x: Tensor) -> Tensor:
         return x
     by_token = x.transpose(1, 2)
     return plan.to_slots(by_token).transpose(1, 2)
-
-
-def _behind_window(offered: Entries, state: RetainingState, plan: RetainingPlan, sizes: Sizes) -> Entries:
-    """The M keys of a call that goes on with a state, from those of its slots."""
-    entries = _behind(state.window, offered.entries, plan, sizes)
-    scores = _behind(state.window_scores.unsqueeze(-1), offered.scores.unsqueeze(-1), plan, sizes)
-    return Entries(entries, scores.squeeze(-1))
 
 
 def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> Tensor:
@@ -219,13 +216,14 @@ def _highest(candidates: Retained, count: int, last_given_up: int | Tensor) -> R
     """The `count` candidates with the highest scores; slots are empty where there are fewer."""
     positions = candidates.positions
     positions = torch.where(positions <= last_given_up, -1, positions)
-    scores = candidates.scores.masked_fill(positions < 0, -torch.inf)
+    scores = candidates.scores.squeeze(2).masked_fill(positions < 0, -torch.inf)
     # of two equal scores, as the same words have in the first layer, the older one stays
     order = scores.sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :count]
+    index = chosen.unsqueeze(2)
     return Retained(
-        entries=torch.take_along_dim(candidates.entries, chosen[..., None], dim=1),
-        scores=candidates.scores.gather(1, chosen),
+        entries=candidates.entries.take_along_dim(index, dim=1),
+        scores=candidates.scores.take_along_dim(index, dim=1),
         positions=positions.gather(1, chosen),
     )
 
