@@ -96,10 +96,11 @@ def read_retaining(
     """
     entries = torch.cat([streams.keys, streams.values], dim=-1)
     offered = Entries(_to_slots(plan, entries), _to_slots(plan, scores))
-    queries = _to_slots(plan, streams.queries)
+    # so that no band copies its queries, and those of sinks again
+    queries = _to_slots(plan, streams.queries).contiguous()
     sink_queries = queries
     if streams.sink_queries is not None:
-        sink_queries = _to_slots(plan, streams.sink_queries)
+        sink_queries = _to_slots(plan, streams.sink_queries).contiguous()
     before = state
     if before is None:
         before = _new_state(offered, sizes, counts)

@@ -108,6 +108,7 @@ def _states(shapes: Shapes, launch: Launch, step: StepOptions) -> Counter[str]:
     for name, each in elements.items():
         parts = launch.parts if name in strategy.shared else 1
         states[name] = shard_bytes(shapes.weights, parts, by_rows, each)
+    states[WEIGHTS] += shapes.buffers
     trained = 4 * shapes.trained
     if strategy.engine == "plain" and launch.world_size > 1:
         # DDP copies gradients to buckets and reduces these.

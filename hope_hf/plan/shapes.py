@@ -63,11 +63,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shapes:
-    """All parameters of a model, tied ones once; `model`: on the meta device."""
+    """All parameters of a model, tied ones once; `model`: on the meta device.
+
+    `buffers`: bytes of those that are saved with the weights; every process has all.
+    """
 
     weights: tuple[Weight, ...]
     is_tied: bool
     model: PreTrainedModel | None = None
+    buffers: int = 0
 
     @cached_property
     def traced(self) -> dict:
@@ -159,7 +163,12 @@ def shapes_of(config, trust_remote_code: bool = False) -> Shapes:
             unit = TAIL if is_in_tail else ROOT
         shape = tuple(parameter.shape)
         weights.append(Weight(name, shape, unit, periods[name], rules[name]))
-    return Shapes(tuple(weights), is_tied=table is output, model=model)
+    saved = model.state_dict()
+    buffers = 0
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            buffers += buffer.nbytes
+    return Shapes(tuple(weights), is_tied=table is output, model=model, buffers=buffers)
 
 
 def shard_bytes(weights: Iterable[Weight], parts: int, by_rows: bool, each=lambda weight: 4) -> int:

@@ -44,7 +44,7 @@ SUMS = [
     ("tiny", {"num_hidden_layers": 1}, ("full_shard", 4, "no"), {}),
     ("sparse", BOTH, ("full_shard", 4, "bf16"), {"checkpointing": "block"}),
     ("clocks", WINDOWS | {"num_hidden_layers": 2, "attention_bias": True}, ("ddp", 1, "bf16"), {}),
-    ("clocks", RETAINING, ("full_shard", 4, "bf16"), {}),
+    ("clocks", RETAINING, ("full_shard", 4, "bf16"), {"block_size": 160}),
 ]
 MORE_SUMS = [
     ("tiny", {"num_hidden_layers": 8}, ("ddp", 1, "no"), {"batch_size": 2, "checkpointing": "mixer"}),
