@@ -198,6 +198,13 @@ MUTANTS = [
         "tests/model/test_equivalence.py",
     ),
     Mutant(
+        "rounding decides which of two equal words is retained",
+        "model/retaining_attention.py",
+        "return (scores / _SCORE_STEP).round() * _SCORE_STEP",
+        "return scores",
+        "tests/model/test_retaining_attention.py",
+    ),
+    Mutant(
         "interest of the mean token of a question",
         "retain/interest.py",
         "(highest_of_group * is_token[..., None]).amax((1, 2))",
@@ -369,6 +376,13 @@ MUTANTS = [
         "            return self.exact == other.exact",
         "            return True",
         "tests/model/test_cache_file.py",
+    ),
+    Mutant(
+        "a memory file of a model that retains other tokens",
+        "model/cache_file.py",
+        "in chain(module._parameters.items(), module._buffers.items()):",
+        "in module._parameters.items():",
+        "tests/model/test_fingerprint.py",
     ),
 ]
 

@@ -18,7 +18,8 @@ TEACHES = dict(periods=[32], rate=2.0, drift=50.0, gate=False, brake=0.0)
 LAYERS = {
     "memories": dict(layer_types=["hope_memory"] * 2),
     "attention": dict(layer_types=["full_attention"] * 2, max_position_embeddings=512),
-    "window": dict(layer_types=["window_attention"] * 2, sliding_window=24, max_position_embeddings=64),
+    "window": dict(layer_types=["window_attention", "retaining_attention"], sliding_window=24)
+    | dict(retained_block_size=16, max_position_embeddings=64),
 }
 
 
