@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache_parts import NamedTensors
+from .cache_parts import GROWING, NamedTensors
 
 CACHE_FILE = "hope_cache.safetensors"
 # format 1 had no checksum, format 2 stored the states of two groups of memories
@@ -221,7 +221,7 @@ def _needed_shape(name: str, tensors: NamedTensors, one_token: NamedTensors, fir
         shape[0] = len(tensors[by_sequence])
     if kind in ("keys", "values"):
         shape[2] = tensors[first["keys"]].shape[2]
-    if kind in ("slot_keys", "slot_values", "compressed_keys", "compressed_values"):
+    if kind in GROWING:
         # the same number of blocks in all layers
         slots = tensors[first["slot_keys"]].shape[2]
         slots_of_block = one_token[first["slot_keys"]].shape[2]

@@ -21,6 +21,8 @@ TensorFunction = Callable[[Tensor], Tensor]
 NamedTensors = dict[str, Tensor]
 # How a file holds what levels have learned, see `LevelState.named_tensors`.
 LEVEL_DTYPES = ("float32", "bfloat16", "int8")
+# Tensors of sparse attention, whose third axis grows by whole blocks.
+GROWING = ("slot_keys", "slot_values", "compressed_keys", "compressed_values")
 # Why a period ends without a step.
 GATED, NOT_FINITE = range(2)
 
@@ -121,31 +123,31 @@ class CachePart(Rows):
             if name == "columns":
                 # as many in all, and the rows are uniform if those of all parts are
                 joined[name] = torch.stack(tensors).amin(0)
+            elif name in GROWING:
+                joined[name] = _with_empty_blocks(tensors)
             else:
                 joined[name] = _concatenated(tensors)
         self.load(joined)
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all; blocks that sparse attention holds of some rows alone are empty in the others."""
+    """The rows of all; ValueError if they have other shapes."""
     first = parts[0]
-    if all(part.shape[1:] == first.shape[1:] for part in parts):
-        return torch.cat(parts)
     for part in parts:
-        if part.ndim < 4 or _shape_of_blocks(part) != _shape_of_blocks(first):
+        if part.shape[1:] != first.shape[1:]:
             raise ValueError("the caches hold tensors of other shapes than each other: join those of one model")
+    return torch.cat(parts)
+
+
+def _with_empty_blocks(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of tensors [B, H, blocks, ...]; blocks that some of them alone have are empty in the others."""
     longest = max(part.shape[2] for part in parts)
-    unchanged = (0, 0) * (first.ndim - 3)
     padded = []
     for part in parts:
         missing = longest - part.shape[2]
+        unchanged = (0, 0) * (part.ndim - 3)
         padded.append(F.pad(part, (*unchanged, 0, missing)))
-    return torch.cat(padded)
-
-
-def _shape_of_blocks(tensor: Tensor) -> torch.Size:
-    """The shape of a tensor [B, H, blocks, ...] without rows and number of blocks."""
-    return tensor.shape[1:2] + tensor.shape[3:]
+    return _concatenated(padded)
 
 
 class HopeMemoryLayer(CachePart, CacheLayerMixin):

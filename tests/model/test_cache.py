@@ -89,6 +89,17 @@ def test_a_cache_that_cannot_be_cropped_stays_whole(tiny_model):
         cache.layers[1].update(None, None)
 
 
+@pytest.mark.parametrize("kind", ["window_attention", "retaining_attention"])
+def test_caches_with_other_windows_are_not_joined(tiny_model, kind):
+    """They were padded, as blocks of sparse attention are."""
+    caches = []
+    for window in (4, 8):
+        _, cache = read(tiny_model(layer_types=[kind] * 2, sliding_window=window), TEXTS[0])
+        caches.append(cache)
+    with pytest.raises(ValueError, match="of one model"):
+        HopeCache.joined(caches)
+
+
 def test_what_cannot_be_joined_split_or_rolled_back_is_refused(tiny_model):
     model = tiny_model()
     _, cache = read(model, TEXTS[0])
