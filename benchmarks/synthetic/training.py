@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hope_hf.evaluation.display import progress
+from hope_hf.common.progress import progress
 
 from .task import Batch, Task, loss, score
 
