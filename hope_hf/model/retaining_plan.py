@@ -56,7 +56,8 @@ class Band(NamedTuple):
     # of the M keys: the tokens that leave the window when the block ends, and the position of each [1 or B, k]
     leaving_keys: slice
     leaving_positions: Tensor
-    # a token that is not after this one is given up when the block ends, of all rows or [B, 1]
+    # a token that is not after this one is given up when the block ends, of all rows or [B, 1]: the last query of the
+    # next block would be `reach` or more tokens away
     last_given_up: int | Tensor
 
 
@@ -271,7 +272,6 @@ def _make_band(
     leaving_keys = slice(start_key, max(start_key, first_key - sizes.window + sizes.block))
     leaving = torch.arange(leaving_keys.start, leaving_keys.stop, device=device) - first_key
     leaving_positions = first + leaving[None]
-    # the last query of the next block must not be farther away than the reach
     return Band(
         queries=queries,
         keys=slice(start_key, stop_key),
