@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .chunks import TokenPlan, beside, plan_again
 from .opaque import Tensors, call, named_tuple, register
 from .retaining_plan import Band, RetainingPlan, Sizes, plan_retaining
-from .streams import Streams, bias_of, scores_of, take
+from .streams import Streams, bias_of, scores_of, take, to_slots, with_token
 
 
 class Retained(NamedTuple):
@@ -95,12 +95,12 @@ def read_retaining(
         dropout: share of the weights that are set to 0.
     """
     entries = torch.cat([streams.keys, streams.values], dim=-1)
-    offered = Entries(_to_slots(plan, entries), _to_slots(plan, scores))
+    offered = Entries(to_slots(plan, entries), to_slots(plan, scores))
     # so that no band copies its queries, and those of sinks again
-    queries = _to_slots(plan, streams.queries).contiguous()
+    queries = to_slots(plan, streams.queries).contiguous()
     sink_queries = queries
     if streams.sink_queries is not None:
-        sink_queries = _to_slots(plan, streams.sink_queries).contiguous()
+        sink_queries = to_slots(plan, streams.sink_queries).contiguous()
     before = state
     if before is None:
         before = _new_state(offered, sizes, counts)
@@ -144,19 +144,11 @@ def read_retaining(
     return reads, after
 
 
-def _to_slots(plan: RetainingPlan, x: Tensor) -> Tensor:
-    """[B, heads, T, X] -> [B, heads, S, X]."""
-    if plan.token_of_slot is None:
-        return x
-    by_token = x.transpose(1, 2)
-    return plan.to_slots(by_token).transpose(1, 2)
-
-
 def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> Tensor:
     """[B, H, M, X] of a state's window [B, H, W + K, X], and a call's slots [B, H, S, X]."""
     window = window.to(new.dtype)
     if plan.token_slot is not None:
-        return _with_token(window, new, plan)
+        return with_token(window, new, plan.token_slot, plan.valid)
     if plan.is_earlier is None:
         earlier = plan.before % sizes.block
         return torch.cat([window[:, :, : sizes.window + earlier], new], dim=2)
@@ -165,17 +157,6 @@ def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> T
     is_earlier = plan.is_earlier[:, None, :, None]
     first = torch.where(is_earlier, open_block, first)
     return torch.cat([window, first, others], dim=2)
-
-
-def _with_token(window: Tensor, new: Tensor, plan: RetainingPlan) -> Tensor:
-    """A copy of a state's [B, H, W + K, X] with a token [B, H, 1, X] in its slot; padding leaves it as it is."""
-    slot = plan.token_slot
-    if isinstance(slot, int):
-        return window.slice_scatter(new, 2, slot, slot + 1)
-    index = slot[:, None, None, None].expand_as(new)
-    is_real = plan.valid[:, None, None]
-    written = torch.where(is_real, new, window.gather(2, index))
-    return window.scatter(2, index, written)
 
 
 def _begin_block(band: Band, keys: Entries, sinks: Tensor, retained: Retained) -> tuple[Tensor, Retained]:

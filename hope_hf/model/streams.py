@@ -1,6 +1,6 @@
-"""Queries, keys and values with rotary positions, and the products of queries with some of the keys.
+"""What attentions with a window share: queries, keys and values with rotary positions, their slots and products.
 
-Axes: B row, T token of the call, H head of keys, D head width, M keys of a call.
+Axes: B row, T token of the call, S slot of the call (`chunks`), H head of keys, D head width, M keys of a call.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
+
+from .chunks import SlotPlan
 
 if TYPE_CHECKING:
     from .attention import HopeAttention
@@ -90,3 +92,24 @@ def scores_of(queries: Tensor, keys: Tensor) -> Tensor:
         # in bfloat16 a third of the time of the other order
         return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
     return torch.bmm(queries, keys.transpose(1, 2))
+
+
+def to_slots(plan: SlotPlan, x: Tensor | None) -> Tensor | None:
+    """[B, heads, T, X] -> [B, heads, S, X]; `None` stays `None`."""
+    if x is None or plan.token_of_slot is None:
+        return x
+    by_token = x.transpose(1, 2)
+    return plan.to_slots(by_token).transpose(1, 2)
+
+
+def with_token(slots: Tensor, new: Tensor, slot: int | Tensor, valid: Tensor | None) -> Tensor:
+    """A copy of a state's slots [B, H, s, X] with a token [B, H, 1, X] in its slot, of all rows or [B].
+
+    Padding, not `valid` [B, 1], leaves the slot as it is.
+    """
+    if isinstance(slot, int):
+        return slots.slice_scatter(new, 2, slot, slot + 1)
+    index = slot[:, None, None, None].expand_as(new)
+    is_real = valid[:, None, None]
+    written = torch.where(is_real, new, slots.gather(2, index))
+    return slots.scatter(2, index, written)

@@ -21,7 +21,7 @@ from .attention import HopeAttention, rotary_reach
 from .backends import asked_kernels, fast_path
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import Tensors, call, named_tuple, register
-from .streams import Angles, Streams, angles_at, bias_of, make_streams, scores_of, take
+from .streams import Angles, Streams, angles_at, bias_of, make_streams, scores_of, take, to_slots, with_token
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
@@ -291,26 +291,6 @@ def window_positions(
     return angles, angles_at(rotary, hidden_states, capped)
 
 
-def _to_slots(plan: WindowPlan, x: Tensor | None) -> Tensor | None:
-    """[B, heads, T, D] -> [B, heads, S, D]."""
-    if x is None:
-        return None
-    by_token = x.transpose(1, 2)
-    return plan.to_slots(by_token).transpose(1, 2)
-
-
-def _with_token(ring: Tensor, new: Tensor, plan: WindowPlan) -> Tensor:
-    """A copy of a state's tensor [B, H, K + W, D] with a token [B, H, 1, D] in its slot."""
-    slot = plan.token_slot
-    if isinstance(slot, int):
-        return ring.slice_scatter(new, 2, slot, slot + 1)
-    index = slot[:, None, None, None].expand_as(new)
-    is_real = plan.valid[:, None, None]
-    # padding leaves the slot as it is
-    written = torch.where(is_real, new, ring.gather(2, index))
-    return ring.scatter(2, index, written)
-
-
 def read_window(
     streams: Streams,
     state: WindowState | None,
@@ -327,7 +307,7 @@ def read_window(
         read_fast: the fast path `window_reads`.
     """
     if plan.token_of_slot is not None:
-        streams = Streams(*(_to_slots(plan, stream) for stream in streams))
+        streams = Streams(*(to_slots(plan, stream) for stream in streams))
     keys = streams.keys
     values = streams.values
     ring_keys = ring_values = None
@@ -337,8 +317,8 @@ def read_window(
         ring_keys = state.ring_keys.to(keys.dtype)
         ring_values = state.ring_values.to(values.dtype)
     if plan.token_slot is not None:
-        keys = _with_token(ring_keys, keys, plan)
-        values = _with_token(ring_values, values, plan)
+        keys = with_token(ring_keys, keys, plan.token_slot, plan.valid)
+        values = with_token(ring_values, values, plan.token_slot, plan.valid)
     elif plan.recalled_slots is not None:
         earlier_keys = take(ring_keys, plan.recalled_slots)
         earlier_values = take(ring_values, plan.recalled_slots)
