@@ -67,6 +67,17 @@ def named_tuple(kind: type[tuple], tensors: Tensors) -> tuple | None:
 
 
 @contextmanager
+def seeded(tensors: Tensors) -> Iterator[None]:
+    """Random numbers from the tensor `seed`, if it is given, since the backward pass may run a function again."""
+    seed = tensors.get("seed")
+    devices = [seed.device] if seed is not None and seed.is_cuda else []
+    with torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(int(seed))
+        yield
+
+
+@contextmanager
 def _autograd(records: bool) -> Iterator[None]:
     """Autograd inside of an operator, where torch leaves it out."""
     leave_out = torch._C._SetExcludeDispatchKeyGuard

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .chunks import TokenPlan, beside, plan_again
-from .opaque import Tensors, call, named_tuple, register
+from .opaque import Tensors, call, named_tuple, register, seeded
 from .retaining_plan import Band, RetainingPlan, Sizes, plan_retaining
 from .streams import Streams, bias_of, scores_of, take, to_slots, with_token
 
@@ -288,12 +288,7 @@ def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
     rows, _, length, _ = queries.shape
     shape = rows, length
     plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
-    seed = tensors.get("seed")
-    devices = [queries.device] if queries.is_cuda else []
-    with torch.random.fork_rng(devices, enabled=seed is not None):
-        if seed is not None:
-            # the backward pass may run it again
-            torch.manual_seed(int(seed))
+    with seeded(tensors):
         reads, after = read_retaining(
             streams,
             tensors["scores"],

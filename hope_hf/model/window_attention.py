@@ -20,7 +20,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from .attention import HopeAttention, rotary_reach
 from .backends import asked_kernels, fast_path
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
-from .opaque import Tensors, call, named_tuple, register
+from .opaque import Tensors, call, named_tuple, register, seeded
 from .streams import Angles, Streams, angles_at, bias_of, make_streams, scores_of, take, to_slots, with_token
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
@@ -422,12 +422,7 @@ def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
     rows, _, length, _ = queries.shape
     shape = rows, length
     plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
-    seed = tensors.get("seed")
-    devices = [queries.device] if queries.is_cuda else []
-    with torch.random.fork_rng(devices, enabled=seed is not None):
-        if seed is not None:
-            # the backward pass may run it again
-            torch.manual_seed(int(seed))
+    with seeded(tensors):
         reads, after = read_window(streams, state, plan, bool(need_state), float(dropout))
     return [reads, *(after or ())]
 
