@@ -116,7 +116,10 @@ class Decoder:
     """
 
     def __init__(self, network: nn.Module, context: torch.Tensor, cache=None):
-        self.network, self.token, self.cache = network.eval(), context, cache
+        self.network, self.token, self.cache = network, context, cache
+        # not at each text: it passes through all modules, and is no part of reading
+        if network.training:
+            network.eval()
         # Mamba-2 names this argument differently before transformers 5.24.
         is_mamba = network.config.model_type == "mamba2"
         self.name = "cache_params" if is_mamba and CACHE_NAME == "past_key_values" else CACHE_NAME

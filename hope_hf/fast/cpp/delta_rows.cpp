@@ -208,9 +208,9 @@ class Row {
       const int64_t slot = start - (K - 1) + j, in_tail = slot - first + (K - 1);
       T* to = raw[stream] + j * D;
       if (slot >= first || (slot >= 0 && in_tail < 0))
-        memcpy(to, inputs + slot * slot_stride, D * sizeof(T));
+        copy<T>(D, inputs + slot * slot_stride, to);
       else if (in_tail >= 0)
-        memcpy(to, tail + in_tail * 3 * D, D * sizeof(T));
+        copy<T>(D, tail + in_tail * 3 * D, to);
     }
   }
 
@@ -225,20 +225,11 @@ class Row {
 
   // Convolution, SiLU and normalisation of a stream.
   void mix(int stream) {
+    for (int t = 0; t < size; ++t) squares[t] = Vector<T>{};
     if (K == 4 && is_inside_document())
-      convolve<4>(stream);
+      activate<4>(stream);
     else
-      convolve<0>(stream);
-    Vector<T> squares[kBlock] = {};
-    for (int c = 0; c < D; c += kLanes<T>)
-      for (int t = 0; t < size; ++t) {
-        const Vector<T> x = load(mixed[stream] + t * D + c);
-        const Vector<T> share = sigmoid_of<T>(x);
-        const Vector<T> active = x * share;
-        squares[t] += active * active;
-        store<T>(sigmoid[stream] + t * D + c, share);
-        store<T>(unit[stream] + t * D + c, active);
-      }
+      activate<0>(stream);
     if (has_norm(stream))
       for (int t = 0; t < size; ++t) {
         const T factor = 1 / __builtin_sqrt(double(sum_of<T>(squares[t])) + kNormEpsilon);
@@ -250,9 +241,10 @@ class Row {
 
   bool has_norm(int stream) const { return stream != 1 || in.value_norm; }
 
-  // `mixed` of a stream; `Taps` are all K of them, or 0 where documents begin.
+  // SiLU of a stream's convolution, in `unit`; `Taps` are all K of them, or 0 where documents begin.
   template <int Taps>
-  void convolve(int stream) {
+  void activate(int stream) {
+    const bool is_backward = in.grad_current;
     for (int c = 0; c < D; c += kLanes<T>) {
       Vector<T> weights[kMostTaps];
       for (int tap = 0; tap < K; ++tap) weights[tap] = load(conv_weight(tap, stream) + c);
@@ -261,7 +253,14 @@ class Row {
         const int reach = Taps ? Taps - 1 : reach_of(start + t);
         Vector<T> sum{};
         for (int back = 0; back <= reach; ++back) sum += weights[K - 1 - back] * load(newest - back * D);
-        store<T>(mixed[stream] + t * D + c, sum);
+        const Vector<T> share = sigmoid_of<T>(sum);
+        const Vector<T> active = sum * share;
+        squares[t] += active * active;
+        store<T>(unit[stream] + t * D + c, active);
+        if (is_backward) {
+          store<T>(mixed[stream] + t * D + c, sum);
+          store<T>(sigmoid[stream] + t * D + c, share);
+        }
       }
     }
   }
@@ -288,7 +287,7 @@ class Row {
     for (int t = 0; t < size; ++t) {
       add_scaled<T>(D, share_of(t), values + t * D, read + t * D);
       T* to = in.reads + row * in.read_strides[0] + (start + t) * in.read_strides[1];
-      memcpy(to, read + t * D, D * sizeof(T));
+      copy<T>(D, read + t * D, to);
     }
   }
 
@@ -488,6 +487,8 @@ class Row {
   // of the norm, and what it multiplies by
   T *raw[3], *mixed[3], *sigmoid[3], *unit[3], *scales[3];
   T *grad_mixed[3], *grad_unit[3];
+  // of a stream's tokens, each lane for itself
+  Vector<T> squares[kBlock];
   // -eta k, values as written, A, reads or their gradients
   T *written, *values, *errors, *read;
   T *grad_written, *decayed, *transposed;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace hope {
 
@@ -23,7 +24,8 @@ struct Types<float> {
   typedef float Loose __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
   typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
   static constexpr int kMantissaBits = 23, kBias = 127, kTerms = 7;
-  static constexpr float kLargest = 87;
+  // 1.5 * 2^23: a small number added to it is rounded to a whole one
+  static constexpr float kLargest = 87, kRounds = 12582912;
 };
 template <>
 struct Types<double> {
@@ -31,7 +33,8 @@ struct Types<double> {
   typedef double Loose __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
   typedef int64_t Integers __attribute__((vector_size(kVectorBytes)));
   static constexpr int kMantissaBits = 52, kBias = 1023, kTerms = 13;
-  static constexpr double kLargest = 700;
+  // 1.5 * 2^52
+  static constexpr double kLargest = 700, kRounds = 6755399441055744;
 };
 
 template <class T>
@@ -47,35 +50,63 @@ template <class T>
 inline void store(T* to, Vector<T> vector) {
   *reinterpret_cast<typename Types<T>::Loose*>(to) = vector;
 }
+
+// The sum of `Lanes` numbers, half to half.
+template <class T, int Lanes, class Numbers>
+inline T sum_of_lanes(Numbers numbers) {
+  if constexpr (Lanes == 2) {
+    return numbers[0] + numbers[1];
+  } else {
+    typedef T Half __attribute__((vector_size(Lanes / 2 * sizeof(T))));
+    Half halves[2];
+    memcpy(halves, &numbers, sizeof(halves));
+    return sum_of_lanes<T, Lanes / 2>(halves[0] + halves[1]);
+  }
+}
 template <class T>
 inline T sum_of(Vector<T> vector) {
-  T total = 0;
-  for (int lane = 0; lane < kLanes<T>; ++lane) total += vector[lane];
-  return total;
+  return sum_of_lanes<T, kLanes<T>>(vector);
 }
+
+// 1 / n! for each n.
+template <class T>
+struct Taylor {
+  T terms[Types<T>::kTerms + 1] = {1};
+  constexpr Taylor() {
+    for (int n = 1; n <= Types<T>::kTerms; ++n) terms[n] = terms[n - 1] / n;
+  }
+};
+template <class T>
+constexpr Taylor<T> kTaylor;
 
 // e^x, of x cut to +-kLargest: 2^n times the Taylor series of the rest, which is at most ln 2 / 2.
 template <class T>
 inline Vector<T> exp_of(Vector<T> x) {
   using Integers = typename Types<T>::Integers;
-  const Vector<T> largest = Vector<T>{} + Types<T>::kLargest, half = Vector<T>{} + T(0.5);
+  constexpr int terms = Types<T>::kTerms;
+  const Vector<T> largest = Vector<T>{} + Types<T>::kLargest;
   x = x > largest ? largest : x;
   x = x < -largest ? -largest : x;
-  const Vector<T> scaled = x * T(1.4426950408889634);
-  // conversion cuts digits off, towards 0
-  const Integers power = __builtin_convertvector(scaled + (scaled < 0 ? -half : half), Integers);
-  const Vector<T> whole = __builtin_convertvector(power, Vector<T>);
+  // n stands in the last bits
+  const Vector<T> shifted = x * T(1.4426950408889634) + Types<T>::kRounds;
+  const Vector<T> whole = shifted - Types<T>::kRounds;
   // ln 2 in two parts, of which the first has few digits
   const Vector<T> rest = (x - whole * T(0.693145751953125)) - whole * T(1.4286068203094173e-06);
-  Vector<T> series = Vector<T>{} + T(1);
-  for (int term = Types<T>::kTerms; term > 0; --term) series = 1 + series * rest * (T(1) / term);
-  const Integers bits = (power + Types<T>::kBias) << Types<T>::kMantissaBits;
+  Vector<T> series = Vector<T>{} + kTaylor<T>.terms[terms];
+  for (int n = terms - 1; n >= 0; --n) series = kTaylor<T>.terms[n] + series * rest;
+  const Integers bits = ((Integers)shifted + Types<T>::kBias) << Types<T>::kMantissaBits;
   return series * (Vector<T>)bits;
 }
 
 template <class T>
 inline Vector<T> sigmoid_of(Vector<T> x) {
   return 1 / (1 + exp_of<T>(-x));
+}
+
+// to = from, of `width` numbers.
+template <class T>
+inline void copy(int width, const T* from, T* to) {
+  for (int c = 0; c < width; c += kLanes<T>) store<T>(to + c, load(from + c));
 }
 
 // y += factor * x, of `width` numbers.
