@@ -105,8 +105,8 @@ class DeltaMemories(NamedTuple):
 
     def fresh(self) -> Deviations:
         """The deviation before the first token."""
-        deviation = torch.zeros_like(self.initial)
-        return (deviation.repeat(1, 1, len(self.rate_factors)),)
+        rows, width, _ = self.initial.shape
+        return (self.initial.new_zeros(rows, width, width * len(self.rate_factors)),)
 
     def project(self, chunk_start: Deviations, index: int, x: Tensor) -> Tensor:
         """`x (I + S)` with the deviation S of one memory at the chunk's start; [b, C, D]."""
