@@ -22,7 +22,7 @@ template <>
 struct Types<float> {
   typedef float Vector __attribute__((vector_size(kVectorBytes)));
   typedef float Loose __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
-  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Integers __attribute__((vector_size(kVectorBytes)));
   static constexpr int kMantissaBits = 23, kBias = 127, kTerms = 7;
   // 1.5 * 2^23: a small number added to it is rounded to a whole one
   static constexpr float kLargest = 87, kRounds = 12582912;
@@ -31,7 +31,7 @@ template <>
 struct Types<double> {
   typedef double Vector __attribute__((vector_size(kVectorBytes)));
   typedef double Loose __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
-  typedef int64_t Integers __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Integers __attribute__((vector_size(kVectorBytes)));
   static constexpr int kMantissaBits = 52, kBias = 1023, kTerms = 13;
   // 1.5 * 2^52
   static constexpr double kLargest = 700, kRounds = 6755399441055744;
