@@ -35,7 +35,7 @@ from hope_hf.model.attention import HopeAttention
 from hope_hf.model.memory_delta import DeltaMemories
 from hope_hf.model.memory_scan import ScanState, Tokens
 from hope_hf.model.mixers import register
-from hope_hf.model.window_attention import HopeWindowAttention, WindowState, plan_window, window_positions
+from hope_hf.model.window_attention import HopeWindowAttention, WindowState, plan_window, window_angles
 from hope_hf.retain.texts import paragraphs_of
 
 KIND = "window_with_memories"
@@ -275,7 +275,7 @@ def targets_of(source: HopeForCausalLM, ids: Tensor, layers: list[int]) -> dict[
         ids.shape,
         ids.device,
     )
-    window_angles = window_positions(config, model.rotary_emb, hidden_states, plan)
+    angles = window_angles(config, model.rotary_emb, hidden_states, plan)
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     angles = model.rotary_emb(hidden_states, positions)
     last = max(layers)
@@ -285,7 +285,7 @@ def targets_of(source: HopeForCausalLM, ids: Tensor, layers: list[int]) -> dict[
         # the window's class, without its window
         full_output, *_ = HopeAttention.forward(block.mixer, inputs, position_embeddings=angles)
         if index in layers:
-            window_output, *_ = block.mixer(inputs, window=plan, window_positions=window_angles)
+            window_output, *_ = block.mixer(inputs, window=plan, window_angles=angles)
             lacking = full_output - window_output
             targets[index] = Target(inputs, full_output, lacking)
         hidden_states = block.continuum(hidden_states + full_output)

@@ -113,7 +113,7 @@ class HopeAttention(Mixer, LlamaAttention):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        plan=None,
+        chunks=None,
         need_state: bool = False,
         cache: Cache | None = None,
         **options,

@@ -23,8 +23,8 @@ from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
 from .level_learning import deltas_by_block
 from .mixers import MIXERS
-from .retaining_plan import Sizes, plan_retaining, retaining_positions
-from .window_attention import plan_window, window_positions
+from .retaining_plan import Sizes, plan_retaining, retaining_angles
+from .window_attention import plan_window, window_angles
 
 # The models that this thread (or asynchronous task) reads with frozen memories.
 _FROZEN: ContextVar[frozenset[nn.Module]] = ContextVar("frozen_memories", default=frozenset())
@@ -81,8 +81,8 @@ def prepare_call(
     if trunk.has_state:
         plans = plan_tokens(trunk, hidden_states, documents, counts_before)
         counts_after = next(iter(plans.values())).after
-        if "plan" in plans:
-            plans["plan"].is_frozen = reads_frozen(trunk, freeze_memories)
+        if "chunks" in plans:
+            plans["chunks"].is_frozen = reads_frozen(trunk, freeze_memories)
         context |= plans
     # CODEPATH: 'full_attention' layers alone and in hybrids.
     if "mask" in trunk.needs:
@@ -128,23 +128,23 @@ def plan_tokens(
     }
     plans = {}
     if "chunks" in trunk.needs:
-        plans["plan"] = plan_chunks(config, **arguments)
+        plans["chunks"] = plan_chunks(config, **arguments)
     # CODEPATH: 'sparse_attention' layers alone and in hybrids.
     if "blocks" in trunk.needs:
         blocks = plan_slots(config.sparse_block_size, grows=True, **arguments)
         check_reach(config, blocks.positions(), blocks.after.columns)
         plans["blocks"] = blocks
-        plans["block_positions"] = trunk.rotary_emb(hidden_states, position_ids=blocks.positions())
+        plans["block_angles"] = trunk.rotary_emb(hidden_states, position_ids=blocks.positions())
     # CODEPATH: 'window_attention' layers alone and in hybrids.
     if "window" in trunk.needs:
         window = plan_window(config.attention_sinks, config.sliding_window, hidden_states.dtype, **arguments)
         plans["window"] = window
-        plans["window_positions"] = window_positions(config, trunk.rotary_emb, hidden_states, window)
+        plans["window_angles"] = window_angles(config, trunk.rotary_emb, hidden_states, window)
     # CODEPATH: 'retaining_attention' layers alone and in hybrids.
     if "retained" in trunk.needs:
         retained = plan_retaining(Sizes.of(config), hidden_states.dtype, **arguments)
         plans["retained"] = retained
-        plans["retained_positions"] = retaining_positions(config, trunk.rotary_emb, hidden_states, retained)
+        plans["retained_angles"] = retaining_angles(config, trunk.rotary_emb, hidden_states, retained)
     return plans
 
 

@@ -83,7 +83,7 @@ class SlotPlan:
     # counts after the call, the next call's `past`
     after: Past
     # real tokens of the row's document before the call: one number for all rows, or [B]
-    before: int | Tensor
+    seen_before: int | Tensor
     # whether a slot holds a token [B, S]
     valid: Tensor | None = None
     # position of the slot's token in its document [B, S]
@@ -95,6 +95,21 @@ class SlotPlan:
     slot_of_token: Tensor | None = None
     # whether memories neither write the tokens nor forget
     is_frozen: bool = False
+
+    @classmethod
+    def of(cls, slots: "SlotPlan", **others) -> "SlotPlan":
+        """The plan of these slots, with the fields that its class adds."""
+        # field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`
+        return cls(
+            after=slots.after,
+            seen_before=slots.seen_before,
+            valid=slots.valid,
+            position=slots.position,
+            offset=slots.offset,
+            token_of_slot=slots.token_of_slot,
+            slot_of_token=slots.slot_of_token,
+            **others,
+        )
 
     def to(self, device: torch.device, **_) -> "SlotPlan":
         """The plan on a device: the hooks of a `device_map` move the arguments of every block by this method.
@@ -126,7 +141,7 @@ class SlotPlan:
         if self.position is not None:
             return self.position
         device = self.after.seen.device
-        positions = torch.arange(self.before, self.after.columns, device=device)
+        positions = torch.arange(self.seen_before, self.after.columns, device=device)
         return positions[None]
 
 
@@ -182,20 +197,10 @@ def plan_chunks(
     if isinstance(slots, TokenPlan):
         return slots
     if slots.valid is None:
-        spans = _plain_spans(shape[1], chunk, slots.before)
+        spans = _plain_spans(shape[1], chunk, slots.seen_before)
     else:
         spans = _ragged_spans(chunk, config.conv_kernel_size - 1, config.num_memory_heads, slots)
-    # Field by field: the tracer of torch 2.11 breaks its graph at `**vars(slots)`.
-    return ChunkPlan(
-        after=slots.after,
-        before=slots.before,
-        valid=slots.valid,
-        position=slots.position,
-        offset=slots.offset,
-        token_of_slot=slots.token_of_slot,
-        slot_of_token=slots.slot_of_token,
-        spans=spans,
-    )
+    return ChunkPlan.of(slots, spans=spans)
 
 
 def plan_slots(
@@ -218,48 +223,44 @@ def plan_slots(
             one document per row.
         grows: whether the states grow with the text, so that a graph makes the slots of a single token, too.
     """
-    batch_size, length = shape
-    # Eager: the next three are False, and `rows` is `None` without padding and later documents.
+    length = shape[1]
+    # Eager: the next four are False, and `rows` is `None` without padding and later documents.
     # A compiled graph must not branch on values: document starts and padding stay tensors, and a graph for a single
     # token serves rows with and without equal counts.
     is_graph_of_token = length == 1 and past is not None and is_compiled()
     is_growing_token = grows and past is not None and isinstance(past.columns, int)
     makes_slots_later = is_compiled() and (length > 1 or is_growing_token)
+    needs_tensors = is_graph_of_token or makes_slots_later
     begins = None
-    if is_graph_of_token or makes_slots_later:
-        if position_ids is not None:
-            begins = (position_ids == 0).expand(shape)
+    if position_ids is not None and needs_tensors:
+        begins = (position_ids == 0).expand(shape)
     elif position_ids is not None and not torch.compiler.is_compiling():
         begins = _later_documents(position_ids, shape, past)
+    is_one_document = padding_mask is None and begins is None
     columns_before = 0 if past is None else past.columns
     columns = columns_before + length
-    is_one_document = padding_mask is None and begins is None
     # the counts' flag is read last: a tracer guards on what it reads
     if not is_graph_of_token and is_one_document and (past is None or past.is_uniform):
         rows = None
-        seen_after = torch.full((batch_size,), columns, device=device)
+        seen_after = torch.full(shape[:1], columns, device=device)
         after = Past(columns, True, seen_after)
-        before = columns_before
-        position = None
+        slots = SlotPlan(after, columns_before)
     else:
         rows = _count_tokens(shape, device, past, padding_mask, begins)
         after = Past(columns, False, rows.seen_after)
-        before = rows.seen
-        position = rows.position
+        slots = SlotPlan(after, rows.seen, position=rows.position)
     if makes_slots_later:
-        counts_before = past._replace(is_uniform=False) if is_graph_of_token else past
-        return TokenPlan(
-            after,
-            before,
-            position=position,
-            counts_before=counts_before,
+        return TokenPlan.of(
+            slots,
+            counts_before=past._replace(is_uniform=False) if is_graph_of_token else past,
             padding_mask=padding_mask,
             position_ids=position_ids,
         )
     if rows is None:
-        return SlotPlan(after, before)
+        return slots
     if length == 1:
-        return SlotPlan(after, before, valid=rows.valid, position=position)
+        slots.valid = rows.valid
+        return slots
     return _lay_out(rows, after, chunk)
 
 

@@ -31,13 +31,13 @@ class Mixer:
             holds; `None` if the mixer writes keys and values into transformers' own layers.
         static_layer: the layer of a `StaticCache` that holds the state.
         is_recurrent: whether the state has the same size after any number of tokens.
-        needs: what `context` has to hold:
-            "chunks": `plan`, the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
-            "blocks": `blocks`, the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
-            "window": `window`, what each token sees (`window_attention.WindowPlan`);
-            "retained": `retained`, the same with retained tokens (`retaining_attention.RetainingPlan`);
-            "rotary": cosines and sines of positions, with a window as `window_positions`, with retained tokens as
-                `retained_positions`, with blocks as `block_positions`, else `position_embeddings`;
+        needs: what `context` has to hold; the first four are keywords of these names:
+            "chunks": the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
+            "blocks": the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
+            "window": what each token sees (`window_attention.WindowPlan`);
+            "retained": the same with retained tokens (`retaining_plan.RetainingPlan`);
+            "rotary": cosines and sines of positions, with blocks as `block_angles`, with a window as `window_angles`,
+                with retained tokens as `retained_angles`, else `position_embeddings`;
             "mask": what transformers' attention takes: `attention_mask`, `position_ids`, `cache`, and options.
             Every mixer with a state needs one of the first four, which mark documents and padding.
         heads: names of the fields of `HopeConfig` with its numbers of heads.

@@ -260,7 +260,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         hidden_states: Tensor,
         state: ScanState | None = None,
         *,
-        plan: ChunkPlan | TokenPlan,
+        chunks: ChunkPlan | TokenPlan,
         need_state: bool = False,
         **_,
     ) -> tuple[Tensor, ScanState | None]:
@@ -269,29 +269,29 @@ class SelfModifyingTitans(Mixer, nn.Module):
         Args:
             hidden_states: [B, T, hidden_size].
             state: state after the previous call, or `None` at a text's start; tensors are [B, H, ...].
-            plan: the slots and chunks of the call's tokens.
+            chunks: the slots and chunks of the call's tokens.
             need_state: whether to return the state after the last token.
 
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
         if self.runs_on_kernels(hidden_states):
-            return mix(self, hidden_states, state, plan, need_state)
+            return mix(self, hidden_states, state, chunks, need_state)
         batch_size = len(hidden_states)
         heads = self.config.num_memory_heads
         # linear maps and gates
-        inputs = self.scan_inputs(hidden_states, plan)
+        inputs = self.scan_inputs(hidden_states, chunks)
         if state is not None:
             state = map_state(lambda x: x.flatten(0, 1), state)
         with torch.autocast(hidden_states.device.type, enabled=False):
             memories = self.memories(batch_size, inputs.query.dtype)
             # convolutions, SiLU, normalisation, writes and reads
-            if isinstance(plan, TokenPlan):
+            if isinstance(chunks, TokenPlan):
                 reads, after = scan_tokens(
                     inputs,
                     memories,
                     state,
-                    plan,
+                    chunks,
                     recompute=self.config.recompute_chunks,
                     need_state=need_state,
                     kernels=self.kernels,
@@ -300,10 +300,10 @@ class SelfModifyingTitans(Mixer, nn.Module):
             else:
                 scan = self.choose_scan()
                 before = fresh_state(memories) if state is None else state
-                reads, after = scan(inputs, memories, before, plan.spans, need_state)
+                reads, after = scan(inputs, memories, before, chunks.spans, need_state)
             # [b, S, D] to [B, S, H, D], then to tokens
             by_head = reads.unflatten(0, (batch_size, heads))
-            reads = plan.to_tokens(by_head.transpose(1, 2))
+            reads = chunks.to_tokens(by_head.transpose(1, 2))
         # norm, gate, output
         gate = self.g_proj(hidden_states).unflatten(-1, (heads, -1))
         norm_and_gate = partial(gated_norm, gate=gate, kernels=self.kernels)

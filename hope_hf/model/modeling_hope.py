@@ -79,7 +79,7 @@ class HopeBlock(GradientCheckpointingLayer):
         if read_token is not None and self.kernels != "plain":
             memory, fast_levels = read_token(self, hidden_states, state)
         if memory is not None:
-            hidden_states, state = memory.read(hidden_states, state, context["plan"])
+            hidden_states, state = memory.read(hidden_states, state, context["chunks"])
         else:
             # attention also returns its weights, which transformers records
             mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)

@@ -98,7 +98,7 @@ class HopeRetainingAttention(HopeAttention):
         state: RetainingState | None = None,
         *,
         retained: RetainingPlan | TokenPlan,
-        retained_positions: tuple[Angles, Angles | None],
+        retained_angles: tuple[Angles, Angles | None],
         need_state: bool = False,
         **_,
     ) -> tuple[Tensor, RetainingState | None, None]:
@@ -108,12 +108,12 @@ class HopeRetainingAttention(HopeAttention):
             hidden_states: [B, T, hidden_size].
             state: state after the previous call, or `None` at a text's start.
             retained: plan of the call's tokens.
-            retained_positions: the result of `retaining_positions`.
+            retained_angles: the result of `retaining_angles`.
             need_state: whether to return the state after the last token.
         """
         if state is not None:
             self._check_retained(state.retained.shape[1])
-        streams = make_streams(self, hidden_states, *retained_positions)
+        streams = make_streams(self, hidden_states, *retained_angles)
         scores = self.scores(hidden_states).transpose(1, 2).unsqueeze(-1)
         dropout = self.attention_dropout if self.training else 0.0
         read = read_in_graph if isinstance(retained, TokenPlan) else read_retaining

@@ -89,15 +89,7 @@ def plan_retaining(
     slots = plan_slots(sizes.block, shape, device, past, **options)
     if isinstance(slots, TokenPlan):
         return slots
-    plan = RetainingPlan(
-        after=slots.after,
-        before=slots.before,
-        valid=slots.valid,
-        position=slots.position,
-        offset=slots.offset,
-        token_of_slot=slots.token_of_slot,
-        slot_of_token=slots.slot_of_token,
-    )
+    plan = RetainingPlan.of(slots)
     goes_on = past is not None
     if plan.valid is None:
         _plan_uniform(plan, sizes, dtype, shape[1], goes_on)
@@ -115,20 +107,20 @@ def _plan_uniform(
     length: int,
     goes_on: bool,
 ) -> None:
-    """All rows go on with a document of `plan.before` tokens, or begin one."""
+    """All rows go on with a document of `plan.seen_before` tokens, or begin one."""
     block = sizes.block
     device = plan.after.seen.device
     window = sizes.window if goes_on else 0
     # tokens of the first block before the call
-    earlier = plan.before % block
+    earlier = plan.seen_before % block
     bands = []
     start = 0
     while start < length:
-        first = (plan.before + start) // block * block
-        stop = min(start + block - (plan.before + start) % block, length)
+        first = (plan.seen_before + start) // block * block
+        stop = min(start + block - (plan.seen_before + start) % block, length)
         # the key of the block's first token
-        first_key = window + first - (plan.before - earlier)
-        position = torch.arange(plan.before + start, plan.before + stop, device=device)
+        first_key = window + first - (plan.seen_before - earlier)
+        position = torch.arange(plan.seen_before + start, plan.seen_before + stop, device=device)
         band = _make_band(
             sizes,
             dtype,
@@ -139,7 +131,7 @@ def _plan_uniform(
             position=position[None],
             first=first,
             begins=first == 0,
-            ends=plan.before + stop == first + block,
+            ends=plan.seen_before + stop == first + block,
         )
         bands.append(band)
         start = stop
@@ -285,7 +277,7 @@ def _make_band(
     )
 
 
-def retaining_positions(
+def retaining_angles(
     config: PreTrainedConfig,
     rotary: nn.Module,
     hidden_states: Tensor,

@@ -150,7 +150,7 @@ def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> T
     if plan.token_slot is not None:
         return with_token(window, new, plan.token_slot, plan.valid)
     if plan.is_earlier is None:
-        earlier = plan.before % sizes.block
+        earlier = plan.seen_before % sizes.block
         return torch.cat([window[:, :, : sizes.window + earlier], new], dim=2)
     window, open_block = window.split([sizes.window, sizes.block], dim=2)
     first, others = new.tensor_split([sizes.block], dim=2)

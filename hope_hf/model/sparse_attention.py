@@ -218,7 +218,7 @@ class HopeSparseAttention(Mixer, nn.Module):
         state: SparseState | None = None,
         *,
         blocks: SlotPlan | TokenPlan,
-        block_positions: tuple[Tensor, Tensor],
+        block_angles: tuple[Tensor, Tensor],
         need_state: bool = False,
         **_,
     ) -> tuple[Tensor, SparseState | None]:
@@ -228,13 +228,13 @@ class HopeSparseAttention(Mixer, nn.Module):
             hidden_states: [B, T, hidden_size].
             state: state after the previous call, or `None` at a text's start.
             blocks: slots of the call's tokens; documents begin at multiples of a block.
-            block_positions: cosines and sines of each slot's position in its document [B or 1, S, D].
+            block_angles: cosines and sines of each slot's position in its document [B or 1, S, D].
             need_state: whether to return the state after the last token.
 
         Returns:
             The mixer's output [B, T, hidden_size], and the new state.
         """
-        inputs = self.inputs(hidden_states, block_positions)
+        inputs = self.inputs(hidden_states, block_angles)
         selects = self.sparse_statistics is not None
         with torch.autocast(hidden_states.device.type, enabled=False):
             if isinstance(blocks, TokenPlan):

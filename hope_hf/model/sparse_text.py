@@ -124,7 +124,7 @@ def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPla
         columns_before = blocks.after.columns - tokens
         overwrites = _may_overwrite(state, columns_before)
     if valid is None:
-        base = blocks.before
+        base = blocks.seen_before
     elif state is None:
         base = 0
     else:
@@ -162,7 +162,7 @@ def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPla
 
 def _first_slot(first: Tensor, blocks: SlotPlan, block: int) -> Tensor:
     """Slot of the text [B] of a call's first slot; `first` is that of the document before the call [B]."""
-    following = first + blocks.before
+    following = first + blocks.seen_before
     if blocks.offset is not None:
         return following - blocks.offset
     # a single token

@@ -80,15 +80,7 @@ def plan_window(
     slots = plan_slots(1, shape, device, past, **options)
     if isinstance(slots, TokenPlan):
         return slots
-    plan = WindowPlan(
-        after=slots.after,
-        before=slots.before,
-        valid=slots.valid,
-        position=slots.position,
-        offset=slots.offset,
-        token_of_slot=slots.token_of_slot,
-        slot_of_token=slots.slot_of_token,
-    )
+    plan = WindowPlan.of(slots)
     # a row's first tokens may be padding
     position = slots.positions().clamp(min=0)
     goes_on = past is not None
@@ -117,10 +109,10 @@ def _plan_token(
         is_empty = slot > position
         bias = bias_of(is_empty[:, None], dtype)
     else:
-        plan.token_slot = _state_slot(plan.before, sinks, window)
-        if plan.before < size:
+        plan.token_slot = _state_slot(plan.seen_before, sinks, window)
+        if plan.seen_before < size:
             # the window reaches the sinks
-            filled = plan.before + 1
+            filled = plan.seen_before + 1
             sink_slots = None
             window_slots = slice(filled)
     plan.bands = (Band(0, 1, sink_slots, window_slots, bias),)
@@ -155,11 +147,11 @@ def _plan_text(
 ) -> None:
     """Any other call, whose slots are at `position` [B or 1, S] of their documents."""
     if plan.valid is None:
-        before = most_before = plan.before
+        before = most_before = plan.seen_before
         after = before + position.shape[1]
         first_slot = -before
     else:
-        before = plan.before[:, None]
+        before = plan.seen_before[:, None]
         # any number of tokens, unless the text begins
         most_before = sinks + window if goes_on else 0
         # of each row's last document
@@ -272,7 +264,7 @@ def _state_slot(token: int | Tensor, sinks: int, window: int) -> int | Tensor:
     return token if token < sinks else ring
 
 
-def window_positions(
+def window_angles(
     config: PreTrainedConfig,
     rotary: nn.Module,
     hidden_states: Tensor,
@@ -464,7 +456,7 @@ class HopeWindowAttention(HopeAttention):
         state: WindowState | None = None,
         *,
         window: WindowPlan | TokenPlan,
-        window_positions: tuple[Angles, Angles | None],
+        window_angles: tuple[Angles, Angles | None],
         need_state: bool = False,
         **_,
     ) -> tuple[Tensor, WindowState | None, None]:
@@ -474,10 +466,10 @@ class HopeWindowAttention(HopeAttention):
             hidden_states: [B, T, hidden_size].
             state: state after the previous call, or `None` at a text's start.
             window: plan of the call's tokens.
-            window_positions: the result of the function of that name.
+            window_angles: the result of the function of that name.
             need_state: whether to return the state after the last token.
         """
-        streams = make_streams(self, hidden_states, *window_positions)
+        streams = make_streams(self, hidden_states, *window_angles)
         dropout = self.attention_dropout if self.training else 0.0
         if isinstance(window, TokenPlan):
             reads, state = self._read_in_graph(streams, state, window, need_state, dropout)

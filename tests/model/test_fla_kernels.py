@@ -51,6 +51,6 @@ def test_what_a_mixer_keeps_is_what_is_planned(monkeypatch, options):
     with FakeTensorMode():
         hidden_states, mixer = torch.zeros(2, 1024, 1024), SelfModifyingTitans(config, 0)
         with Traffic(mixer) as traffic:
-            mixer(hidden_states, plan=plan_chunks(config, (2, 1024), hidden_states.device))
+            mixer(hidden_states, chunks=plan_chunks(config, (2, 1024), hidden_states.device))
     expected = SelfModifyingTitans.kept_by_kernels(config, 2, 1024, low=4, is_cast=False)
     assert traffic.saved - hidden_states.nbytes == pytest.approx(expected, rel=0.02)

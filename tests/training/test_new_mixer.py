@@ -35,19 +35,19 @@ class ToyMixer(Mixer, nn.Module):
         self.decay = LearnedFactors(config.hidden_size)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states, state=None, *, plan, need_state=False, **_):
-        values = plan.to_slots(self.v_proj(hidden_states))
+    def forward(self, hidden_states, state=None, *, chunks, need_state=False, **_):
+        values = chunks.to_slots(self.v_proj(hidden_states))
         decay = 0.5 * self.decay(values.dtype)
         total = torch.zeros_like(values[:, 0]) if state is None else state.total
         sums = []
         for slot, value in enumerate(values.unbind(1)):
-            if plan.valid is None:
+            if chunks.valid is None:
                 total = decay * total + value
             else:
-                is_token, is_first = plan.valid[:, slot, None], plan.position[:, slot, None] == 0
+                is_token, is_first = chunks.valid[:, slot, None], chunks.position[:, slot, None] == 0
                 total = torch.where(is_token, decay * torch.where(is_first, 0.0, total) + value, total)
             sums.append(total)
-        output = self.o_proj(plan.to_tokens(torch.stack(sums, dim=1)))
+        output = self.o_proj(chunks.to_tokens(torch.stack(sums, dim=1)))
         return output, ToyState(total) if need_state else None
 
     @staticmethod
