@@ -86,8 +86,8 @@ def prepare_call(
         context |= plans
     # CODEPATH: 'full_attention' layers alone and in hybrids.
     if "mask" in trunk.needs:
-        arguments = hidden_states, attention_mask, documents, cache
-        context |= options | attention_arguments(config, trunk.rotary_emb, *arguments)
+        context |= options
+        context |= attention_arguments(config, trunk.rotary_emb, hidden_states, attention_mask, documents, cache)
     cache_layers = [] if cache is None else cache.layers
     if cache is not None and torch.is_grad_enabled():
         written_after = layers_written_after(cache)
@@ -101,9 +101,15 @@ def prepare_call(
     if archive is not None:
         archive.add(input_ids, hidden_states, documents.padding, documents.position_ids)
     levels = getattr(cache, "levels", None)
-    deltas = {} if levels is None else deltas_by_block(config, levels.deltas)
-    graph_from = getattr(levels, "graph_from", 0)
-    return Call(hidden_states, cache, cache_layers, counts_after, context, deltas, graph_from)
+    return Call(
+        hidden_states=hidden_states,
+        cache=cache,
+        cache_layers=cache_layers,
+        counts_after=counts_after,
+        context=context,
+        deltas={} if levels is None else deltas_by_block(config, levels.deltas),
+        graph_from=getattr(levels, "graph_from", 0),
+    )
 
 
 def plan_tokens(
@@ -175,35 +181,46 @@ def check_inputs(config: HopeConfig, input_ids: Tensor | None = None, inputs_emb
     The values of tokens are checked on the CPU only, where the check does not wait for a device.
     """
     if not torch.compiler.is_compiling():
-        transforms = torch._C._functorch.get_interpreter_stack() or ()
-        if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
-            raise ValueError("torch.func.vmap cannot go over a HOPE model: give the texts as rows of input_ids")
-        if torch.jit.is_tracing():
-            raise ValueError("torch.jit.trace cannot read a HOPE model: use torch.export.export or torch.compile")
+        _check_transforms()
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    if input_ids is None:
-        if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size:
-            raise ValueError(
-                f"inputs_embeds has the shape {tuple(inputs_embeds.shape)}, and (batch, tokens, {config.hidden_size}) "
-                "is needed"
-            )
-    elif input_ids.ndim != 2:
+    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size):
+        raise ValueError(
+            f"inputs_embeds has the shape {tuple(inputs_embeds.shape)}, and (batch, tokens, {config.hidden_size}) "
+            "is needed"
+        )
+    if input_ids is not None and input_ids.ndim != 2:
         raise ValueError(
             f"input_ids has the shape {tuple(input_ids.shape)}, and (batch, tokens) is needed: give a single text as "
             "input_ids[None]"
         )
-    if 0 in (inputs_embeds if input_ids is None else input_ids).shape[:2]:
+    inputs = inputs_embeds if input_ids is None else input_ids
+    if 0 in inputs.shape[:2]:
         raise ValueError("the text has no tokens: give at least one, for instance the tokenizer's bos_token_id")
-    if input_ids is None:
-        return
+    if input_ids is not None:
+        _check_tokens(input_ids, config.vocab_size)
+
+
+def _check_transforms() -> None:
+    """ValueError inside of `torch.func.vmap` and `torch.jit.trace`."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    vmap = torch._C._functorch.TransformType.Vmap
+    if any(transform.key() == vmap for transform in transforms):
+        raise ValueError("torch.func.vmap cannot go over a HOPE model: give the texts as rows of input_ids")
+    if torch.jit.is_tracing():
+        raise ValueError("torch.jit.trace cannot read a HOPE model: use torch.export.export or torch.compile")
+
+
+def _check_tokens(input_ids: Tensor, vocab_size: int) -> None:
+    """ValueError for another dtype than those of tokens, and on the CPU for numbers that are no tokens."""
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"input_ids holds {input_ids.dtype}: give tokens as torch.int64")
-    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        least, most = map(int, input_ids.aminmax())
-        if least < 0 or most >= config.vocab_size:
-            wrong = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
-            raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {config.vocab_size - 1}")
+    if input_ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    least, most = map(int, input_ids.aminmax())
+    if least < 0 or most >= vocab_size:
+        wrong = input_ids[(input_ids < 0) | (input_ids >= vocab_size)]
+        raise ValueError(f"input_ids hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}")
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
@@ -241,7 +258,8 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: Tensor) -> Past
     checked = set()
     for layer, kind in zip(layers, config.layer_types, strict=True):
         mixer = MIXERS[kind]
-        state_class, expected = getattr(layer, "state_class", None), mixer.state_class
+        state_class = getattr(layer, "state_class", None)
+        expected = mixer.state_class
         # compared by name, since another copy of the code may have made the cache
         if state_class is not expected and _name(state_class) != _name(expected):
             raise ValueError(

@@ -55,8 +55,9 @@ class HopeBlock(GradientCheckpointingLayer):
         self.input_layernorm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
         self.continuum = CONTINUA[config.level_variant](config)
-        for projection in (self.mixer.o_proj, *(level.down_proj for level in self.continuum.levels)):
-            projection.ends_branch = True
+        self.mixer.o_proj.ends_branch = True
+        for level in self.continuum.levels:
+            level.down_proj.ends_branch = True
 
     def forward(
         self,
@@ -363,40 +364,33 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        options = dict(inputs_embeds=inputs_embeds, use_cache=use_cache, freeze_memories=freeze_memories)
-        if learn:
-            return self._learn(
-                cache,
-                input_ids,
-                attention_mask,
-                position_ids,
-                labels,
-                None if skip_logits else kept,
-                **options,
-                **kwargs,
-            )
-        outputs = self.model(
+        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        arguments = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=cache,
-            **options,
-            **kwargs,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            freeze_memories=freeze_memories,
         )
+        if learn:
+            columns_with_logits = None if skip_logits else columns
+            return self._learn(**arguments, labels=labels, columns_with_logits=columns_with_logits, **kwargs)
+        outputs = self.model(**arguments, **kwargs)
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
+        loss = logits = None
         # a head that PEFT wraps, or whose vocabulary is sharded, computes logits only
         if skip_logits and isinstance(self.lm_head, HopeHead) and self.tp_size is None:
-            loss, logits = self.lm_head.mean_loss(outputs.last_hidden_state, labels, **kwargs), None
+            loss = self.lm_head.mean_loss(outputs.last_hidden_state, labels, **kwargs)
         else:
-            logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None
+            logits = self.lm_head(outputs.last_hidden_state[:, columns])
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            logits = None if skip_logits else logits
         return CausalLMOutputWithPast(
             loss=loss,
-            logits=logits,
+            logits=None if skip_logits else logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},

@@ -30,6 +30,11 @@ class Retained(NamedTuple):
     scores: Tensor
     positions: Tensor
 
+    def by_head(self, counts: Sequence[int]) -> list["Retained"]:
+        """Those of each head, which retains so many."""
+        sizes = list(counts)
+        return list(map(Retained, *(part.split(sizes, dim=1) for part in self)))
+
 
 class RetainingState(NamedTuple):
     """What a layer holds of the current document; an entry is a token's key, after rotation, and its value.
@@ -60,19 +65,30 @@ class Entries(NamedTuple):
         return Entries(take(self.entries, index), take(self.scores, index))
 
 
-def _new_state(offered: Entries, sizes: Sizes, counts: Sequence[int]) -> RetainingState:
-    """The state before a document, for tokens like those of a call."""
-    entries, scores = offered
-    rows, heads, _, width = entries.shape
-    number = sum(counts)
+def _empty_sinks(offered: Entries, sizes: Sizes) -> Tensor:
+    """The sinks before a document, for tokens like those of a call."""
+    rows, heads, _, width = offered.entries.shape
+    return offered.entries.new_zeros(rows, heads, sizes.sinks, width)
+
+
+def _empty_window(offered: Entries, sizes: Sizes) -> Entries:
+    """The window before a document [B, H, W + K, ...]."""
     size = sizes.window + sizes.block
-    return RetainingState(
-        sinks=entries.new_zeros(rows, heads, sizes.sinks, width),
-        window=entries.new_zeros(rows, heads, size, width),
-        window_scores=scores.new_zeros(rows, heads, size, 1),
-        retained=entries.new_zeros(rows, number, width),
-        retained_scores=scores.new_zeros(rows, number, 1),
-        retained_positions=torch.full((rows, number), -1, device=entries.device),
+    empty = []
+    for part in offered:
+        rows, heads, _, width = part.shape
+        empty.append(part.new_zeros(rows, heads, size, width))
+    return Entries(*empty)
+
+
+def _none_retained(offered: Entries, counts: Sequence[int]) -> Retained:
+    """The retained tokens before a document."""
+    rows, _, _, width = offered.entries.shape
+    number = sum(counts)
+    return Retained(
+        entries=offered.entries.new_zeros(rows, number, width),
+        scores=offered.scores.new_zeros(rows, number, 1),
+        positions=torch.full((rows, number), -1, device=offered.entries.device),
     )
 
 
@@ -101,26 +117,28 @@ def read_retaining(
     sink_queries = queries
     if streams.sink_queries is not None:
         sink_queries = to_slots(plan, streams.sink_queries).contiguous()
-    before = state
-    if before is None:
-        before = _new_state(offered, sizes, counts)
-    is_whole_text = state is None and plan.token_slot is None
-    keys = offered
-    if not is_whole_text:
-        keys = Entries(
-            entries=_behind(before.window, offered.entries, plan, sizes),
-            scores=_behind(before.window_scores, offered.scores, plan, sizes),
-        )
-    dtype = entries.dtype
-    sinks = before.sinks.to(dtype)
-    retained = Retained(before.retained.to(dtype), before.retained_scores, before.retained_positions)
+    keys = _keys_of_call(offered, state, plan, sizes)
+    if state is None:
+        sinks = _empty_sinks(offered, sizes)
+        retained = _none_retained(offered, counts)
+    else:
+        dtype = entries.dtype
+        sinks = state.sinks.to(dtype)
+        retained = Retained(state.retained.to(dtype), state.retained_scores, state.retained_positions)
     reads = []
     for band in plan.bands:
         sinks, retained = _begin_block(band, keys, sinks, retained)
-        asking = queries[:, :, band.queries]
-        asking_sinks = sink_queries[:, :, band.queries]
-        window = keys.entries[:, :, band.keys]
-        reads.append(_read_band(asking, asking_sinks, sinks, window, band.bias, retained, counts, dropout))
+        read = _read_band(
+            queries=take(queries, band.queries),
+            sink_queries=take(sink_queries, band.queries),
+            sinks=sinks,
+            window=take(keys.entries, band.keys),
+            bias=band.bias,
+            retained=retained,
+            counts=counts,
+            dropout=dropout,
+        )
+        reads.append(read)
         is_last = band is plan.bands[-1]
         if band.ends is not False and (need_state or not is_last):
             retained = _end_block(band, keys, retained, counts)
@@ -133,15 +151,23 @@ def read_retaining(
     window_after = keys if plan.window_after is None else keys.take(plan.window_after)
     # a text may be shorter than that
     missing = sizes.sinks - sinks.shape[2]
-    after = RetainingState(
-        sinks=F.pad(sinks, (0, 0, 0, missing)),
-        window=window_after.entries,
-        window_scores=window_after.scores,
-        retained=retained.entries,
-        retained_scores=retained.scores,
-        retained_positions=retained.positions,
+    sinks = F.pad(sinks, (0, 0, 0, missing))
+    return reads, RetainingState(sinks, *window_after, *retained)
+
+
+def _keys_of_call(offered: Entries, state: RetainingState | None, plan: RetainingPlan, sizes: Sizes) -> Entries:
+    """The M keys and values of a call: its own, behind those of the window before it."""
+    if state is not None:
+        before = Entries(state.window, state.window_scores)
+    elif plan.token_slot is not None:
+        # a single token of rows with padding
+        before = _empty_window(offered, sizes)
+    else:
+        return offered
+    return Entries(
+        entries=_behind(before.entries, offered.entries, plan, sizes),
+        scores=_behind(before.scores, offered.scores, plan, sizes),
     )
-    return reads, after
 
 
 def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> Tensor:
@@ -151,7 +177,8 @@ def _behind(window: Tensor, new: Tensor, plan: RetainingPlan, sizes: Sizes) -> T
         return with_token(window, new, plan.token_slot, plan.valid)
     if plan.is_earlier is None:
         earlier = plan.seen_before % sizes.block
-        return torch.cat([window[:, :, : sizes.window + earlier], new], dim=2)
+        filled = slice(sizes.window + earlier)
+        return torch.cat([take(window, filled), new], dim=2)
     window, open_block = window.split([sizes.window, sizes.block], dim=2)
     first, others = new.tensor_split([sizes.block], dim=2)
     is_earlier = plan.is_earlier[:, None, :, None]
@@ -163,7 +190,7 @@ def _begin_block(band: Band, keys: Entries, sinks: Tensor, retained: Retained) -
     """Sinks and retained tokens of a block: where it is its document's first, its own sinks, and none retained."""
     if band.begins is False:
         return sinks, retained
-    first = keys.entries[:, :, band.first_keys]
+    first = take(keys.entries, band.first_keys)
     if band.begins is True:
         return first, retained
     sinks = torch.where(beside(band.begins, first), first, sinks)
@@ -176,15 +203,15 @@ def _end_block(band: Band, keys: Entries, retained: Retained, counts: Sequence[i
     leaving = keys.take(band.leaving_keys)
     rows = len(leaving.scores)
     leaving_positions = band.leaving_positions.expand(rows, -1)
-    before_of_heads = zip(*(part.split(list(counts), dim=1) for part in retained), strict=True)
     after_of_heads = []
-    for head, (entries, scores, positions) in enumerate(before_of_heads):
+    for head, before in enumerate(retained.by_head(counts)):
         candidates = Retained(
-            entries=torch.cat([entries, leaving.entries[:, head]], dim=1),
-            scores=torch.cat([scores, leaving.scores[:, head]], dim=1),
-            positions=torch.cat([positions, leaving_positions], dim=1),
+            entries=torch.cat([before.entries, leaving.entries[:, head]], dim=1),
+            scores=torch.cat([before.scores, leaving.scores[:, head]], dim=1),
+            positions=torch.cat([before.positions, leaving_positions], dim=1),
         )
-        after_of_heads.append(_highest(candidates, counts[head], band.last_given_up))
+        after = _highest(candidates, counts[head], band.last_given_up)
+        after_of_heads.append(after)
     parts = []
     for before, *after in zip(retained, *after_of_heads, strict=True):
         part = torch.cat(after, dim=1)
@@ -225,33 +252,33 @@ def _read_band(
     Args:
         queries, sink_queries: [B, heads, q, D].
         sinks, window: entries that they see [B, H, k, 2 D].
-        bias: of the products with both, see `Band`.
+        bias: added to the scores of both, see `Band`.
     """
     rows, key_heads, _, _ = window.shape
     number, width = queries.shape[2:]
-    sink_products = scores_of(sink_queries, sinks[..., :width])
-    window_products = scores_of(queries, window[..., :width])
-    products = torch.cat([sink_products, window_products], dim=2)
+    sink_scores = scores_of(sink_queries, sinks[..., :width])
+    window_scores = scores_of(queries, window[..., :width])
+    scores = torch.cat([sink_scores, window_scores], dim=2)
     # [B, H, heads / H, q, sinks + k]
-    products = products.unflatten(0, (rows, key_heads)).unflatten(2, (-1, number))
-    products = products + bias.to(products.dtype)
+    scores = scores.unflatten(0, (rows, key_heads)).unflatten(2, (-1, number))
+    scores = scores + bias.to(scores.dtype)
     values = torch.cat([sinks, window], dim=2)[..., width:]
+    seen = values.shape[2]
     queries = queries.unflatten(1, (key_heads, -1))
-    is_empty = retained.positions < 0
-    retained_bias = bias_of(is_empty[:, None], products.dtype)[:, 0, 0]
-    entries_of_heads = retained.entries.split(list(counts), dim=1)
-    bias_of_heads = retained_bias.split(list(counts), dim=2)
     reads = []
-    for head, entries in enumerate(entries_of_heads):
-        asking = queries[:, head].flatten(1, 2)
-        retained_products = torch.bmm(asking, entries[..., :width].mT) + bias_of_heads[head]
+    for head, retained_of_head in enumerate(retained.by_head(counts)):
+        retained_keys, retained_values = retained_of_head.entries.split(width, dim=2)
+        is_empty = retained_of_head.positions < 0
+        bias_of_head = bias_of(is_empty[:, None], scores.dtype)[:, 0, 0]
         # [B, heads / H q, keys]
-        all_products = torch.cat([products[:, head].flatten(1, 2), retained_products], dim=2)
-        weights = all_products.softmax(-1)
+        queries_of_head = queries[:, head].flatten(1, 2)
+        scores_of_head = scores[:, head].flatten(1, 2)
+        retained_scores = torch.bmm(queries_of_head, retained_keys.mT) + bias_of_head
+        weights = torch.cat([scores_of_head, retained_scores], dim=2).softmax(-1)
         if dropout:
             weights = F.dropout(weights, dropout)
-        weights, retained_weights = weights.to(values.dtype).tensor_split([values.shape[2]], dim=2)
-        read = torch.bmm(weights, values[:, head]) + torch.bmm(retained_weights, entries[..., width:])
+        weights, retained_weights = weights.to(values.dtype).tensor_split([seen], dim=2)
+        read = torch.bmm(weights, values[:, head]) + torch.bmm(retained_weights, retained_values)
         reads.append(read.unflatten(1, (-1, number)))
     return torch.cat(reads, dim=1)
 
@@ -277,41 +304,47 @@ def read_in_graph(
     return reads, RetainingState(*after) if need_state else None
 
 
-def _run(tensors: Tensors, sizes: list[int], dropout: str) -> list[Tensor]:
+def _run(tensors: Tensors, numbers: list[int], dropout: str) -> list[Tensor]:
     """`read_retaining` as one operator of a compiled graph (`opaque`)."""
-    columns, need_state, *numbers = sizes
-    lengths, counts = Sizes(*numbers[:4]), numbers[4:]
+    columns, need_state, *numbers = numbers
+    sizes, counts = _sizes_and_counts(numbers)
     queries = tensors["queries"]
-    streams = named_tuple(Streams, tensors)
     state = named_tuple(RetainingState, tensors)
-    make_plan = partial(plan_retaining, lengths, queries.dtype)
     rows, _, length, _ = queries.shape
-    shape = rows, length
-    plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
+    make_plan = partial(plan_retaining, sizes, queries.dtype)
+    plan = plan_again(make_plan, tensors, (rows, length), columns, has_past=state is not None)
     with seeded(tensors):
         reads, after = read_retaining(
-            streams,
+            named_tuple(Streams, tensors),
             tensors["scores"],
             state,
             plan,
-            lengths,
+            sizes,
             counts,
             need_state=bool(need_state),
             dropout=float(dropout),
         )
     # a state's tensor may be one of the arguments
-    return [reads, *(tensor.clone() for tensor in after or ())]
+    return [reads, *map(torch.clone, after or ())]
 
 
-def _shapes(tensors: Tensors, sizes: list[int], _) -> list[Tensor]:
-    _, need_state, *numbers = sizes
-    lengths, counts = Sizes(*numbers[:4]), numbers[4:]
+def _sizes_and_counts(numbers: list[int]) -> tuple[Sizes, list[int]]:
+    """The sizes of a layer, and the tokens that each head retains, from the operator's numbers."""
+    number_of_sizes = len(Sizes._fields)
+    return Sizes(*numbers[:number_of_sizes]), numbers[number_of_sizes:]
+
+
+def _shapes(tensors: Tensors, numbers: list[int], _) -> list[Tensor]:
+    _, need_state, *numbers = numbers
     reads = tensors["values"].new_empty(tensors["queries"].shape)
     if not need_state:
         return [reads]
+    sizes, counts = _sizes_and_counts(numbers)
     entries = torch.cat([tensors["keys"], tensors["values"]], dim=-1)
     offered = Entries(entries, tensors["scores"])
-    return [reads, *_new_state(offered, lengths, counts)]
+    sinks = _empty_sinks(offered, sizes)
+    window = _empty_window(offered, sizes)
+    return [reads, sinks, *window, *_none_retained(offered, counts)]
 
 
 register("retaining_attention", _run, _shapes)
