@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -22,6 +23,8 @@ from .weight_names import ADAPTER_WEIGHTS, PART, Refused, parts_of
 
 # Bytes of a weight file that are hashed at a place, and at most so many places.
 _SAMPLED, _SAMPLES = 1 << 10, 1 << 10
+# In the names of what layers of "retaining_attention" alone have.
+_SCORES = ".mixer.scores."
 
 
 def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
@@ -54,6 +57,20 @@ def load_model(source: str, config, named: str, **options) -> PreTrainedModel:
     _check_shapes(report, named)
     _check_types(model, files, report, named)
     return model
+
+
+def with_layers_of(config, model: PreTrainedModel, scores: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """A HOPE in eval mode with the kinds of layers of a configuration, and the weights of a model.
+
+    `scores` by name are those of tokens that layers retain, in place of the model's.
+    """
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if _SCORES not in name:
+            weights[name] = weight
+    weights |= scores or {}
+    made = type(model).from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype)
+    return made.eval()
 
 
 def with_adapter(model: PreTrainedModel, source: str, named: str) -> PreTrainedModel:

@@ -5,7 +5,6 @@ No gradient passes through the model.
 Axes: N token of the training texts, G head of keys.
 """
 
-from collections import defaultdict
 from statistics import fmean
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gelu, linear
 from hope_hf import HopeForCausalLM
 from hope_hf.common.progress import progress
 
-from .interest import read_with_full_attention
+from .interest import LayerReading, read_with_full_attention
 from .texts import AskedText
 
 # the fewest tokens that a head retains
@@ -26,62 +25,88 @@ STEPS, BATCH, LEARNING_RATE = 1500, 1024, 2e-3
 FIRST_LOGIT = -3.0
 # width of the map that scores tokens, as in the model
 WIDTH = 64
-# texts that tell which layers lack most
+# first texts, which tell which layers lack most
 TEXTS_OF_CHOICE = 3
 
 # the buffers of a layer's `TokenScores`, by name
 Scores = dict[str, Tensor]
+# what each layer read of every text
+Readings = dict[int, list[LayerReading]]
 
 
-def choose_layers(model: HopeForCausalLM, texts: list[AskedText], candidates: list[int], count: int) -> list[int]:
-    """The `count` layers in which questions lack the largest share of what they read, if a window hides the rest."""
-    shares = defaultdict(list)
-    for text in progress(texts, "texts that choose layers"):
-        for reading in read_with_full_attention(model, text, candidates):
-            shares[reading.layer].append(reading.lacking)
-    by_share = sorted(candidates, key=lambda layer: -fmean(shares[layer]))
-    return sorted(by_share[:count])
+def read_texts(model: HopeForCausalLM, texts: list[AskedText], candidates: list[int], count: int) -> Readings:
+    """What the `count` layers that lack most read of every text.
+
+    A layer lacks the share of what questions read that a window would hide. The first texts tell which layers these
+    are; of the others, their readings alone are kept.
+    """
+    readings: Readings = {}
+    for layer in candidates:
+        readings[layer] = []
+    texts_of_choice = min(TEXTS_OF_CHOICE, len(texts))
+    for number, text in enumerate(progress(texts, "texts"), start=1):
+        for reading in read_with_full_attention(model, text, readings.keys()):
+            # the inputs of all texts are held at once
+            reading = reading._replace(inputs=reading.inputs.half(), interest=reading.interest.float())
+            readings[reading.layer].append(reading)
+        if number == texts_of_choice:
+            readings = most_lacking(readings, count)
+    return readings
 
 
-def fit_layers(model: HopeForCausalLM, texts: list[AskedText], layers: list[int]) -> tuple[dict[int, Scores], Tensor]:
-    """The scores of each layer, and those of all tokens that the window has passed [N, heads of all layers]."""
-    inputs = defaultdict(list)
-    interests = defaultdict(list)
-    for text in progress(texts, "texts"):
-        for reading in read_with_full_attention(model, text, layers):
-            inputs[reading.layer].append(reading.inputs.half())
-            interests[reading.layer].append(reading.interest.float())
-    fitted = {}
-    scores_of_layers = []
-    for layer in progress(layers, "layers"):
-        inputs_of_layer = torch.cat(inputs.pop(layer))
-        scores = fit(inputs_of_layer, torch.cat(interests.pop(layer)))
-        fitted[layer] = scores
-        scores_of_layers.append(apply_scores(scores, inputs_of_layer.float()))
-    return fitted, torch.cat(scores_of_layers, dim=1)
+def most_lacking(readings: Readings, count: int) -> Readings:
+    """The readings of the `count` layers in which questions lack most, in the order of the layers."""
+
+    def mean_share(layer: int) -> float:
+        return fmean(reading.lacking for reading in readings[layer])
+
+    by_share = sorted(readings, key=mean_share, reverse=True)
+    chosen = sorted(by_share[:count])
+    return {layer: readings[layer] for layer in chosen}
+
+
+def fit_layers(readings: Readings) -> tuple[dict[int, Scores], Tensor]:
+    """The scores of each layer, and those of all tokens that the window has passed [N, heads of all layers].
+
+    The readings are taken out of the dictionary, which frees their memory.
+    """
+    scores_by_layer = {}
+    scored = []
+    for layer in progress(list(readings), "layers"):
+        readings_of_layer = readings.pop(layer)
+        inputs = torch.cat([reading.inputs for reading in readings_of_layer])
+        interest = torch.cat([reading.interest for reading in readings_of_layer])
+        scores = fit(inputs, interest)
+        scores_by_layer[layer] = scores
+        scored.append(apply_scores(scores, inputs.float()))
+    return scores_by_layer, torch.cat(scored, dim=1)
 
 
 def apply_scores(scores: Scores, inputs: Tensor) -> Tensor:
     """As `TokenScores`, for inputs [N, hidden_size] to [N, G]."""
-    hidden = linear(inputs, scores["up_weight"], scores["up_bias"])
-    return linear(gelu(hidden), scores["down_weight"], scores["down_bias"])
+    hidden = gelu(linear(inputs, scores["up_weight"], scores["up_bias"]))
+    return linear(hidden, scores["down_weight"], scores["down_bias"])
 
 
 def fit(inputs: Tensor, interest: Tensor) -> Scores:
     """Scores whose sigmoid is the root of the interest [N, G] in tokens with inputs [N, hidden_size]."""
     device = inputs.device
+    number, hidden_size = inputs.shape
     # inputs have a layer's own scale
     scale = inputs[:4096].float().std()
     targets = interest.sqrt()
-    up = torch.nn.Linear(inputs.shape[1], WIDTH, device=device)
-    down = torch.nn.Linear(WIDTH, targets.shape[1], device=device)
+    heads = targets.shape[1]
+    up = torch.nn.Linear(hidden_size, WIDTH, device=device)
+    down = torch.nn.Linear(WIDTH, heads, device=device)
     torch.nn.init.zeros_(down.weight)
     torch.nn.init.constant_(down.bias, FIRST_LOGIT)
     optimizer = torch.optim.AdamW([*up.parameters(), *down.parameters()], lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
     for _ in range(STEPS):
-        chosen = torch.randint(len(inputs), (BATCH,), device=device)
-        logits = down(gelu(up(inputs[chosen].float() / scale)))
+        chosen = torch.randint(number, (BATCH,), device=device)
+        scaled = inputs[chosen].float() / scale
+        hidden = gelu(up(scaled))
+        logits = down(hidden)
         loss = binary_cross_entropy_with_logits(logits, targets[chosen])
         loss.backward()
         optimizer.step()
@@ -103,6 +128,8 @@ def share_out(scores: Tensor, texts: int, mean: int) -> list[int]:
     """
     heads = scores.shape[1]
     number = min(texts * mean * heads, scores.numel())
-    lowest = scores.flatten().topk(number).values[-1]
-    counts = (scores >= lowest).sum(0) / texts
-    return counts.round().int().clamp(min=FEWEST).tolist()
+    highest = scores.flatten().topk(number).values
+    is_highest = scores >= highest[-1]
+    counts = is_highest.sum(0) / texts
+    counts = counts.round().int()
+    return counts.clamp(min=FEWEST).tolist()

@@ -1,10 +1,12 @@
 """The model that retains tokens, made of one with windows."""
 
 import copy
+import math
 
 from hope_hf import HopeConfig, HopeForCausalLM
+from hope_hf.common.weights import with_layers_of
 
-from .fit import TEXTS_OF_CHOICE, choose_layers, fit_layers, share_out
+from .fit import fit_layers, read_texts, share_out
 from .texts import AskedText
 
 WINDOW, RETAINING = "window_attention", "retaining_attention"
@@ -37,20 +39,21 @@ def learn_to_retain(
     """
     if layers is None:
         candidates = layers_with_windows(model.config)
-        layers = choose_layers(model, texts[:TEXTS_OF_CHOICE], candidates, count=-(-len(candidates) // 3))
-    fitted, scores = fit_layers(model, texts, layers)
+        number = math.ceil(len(candidates) / 3)
+    else:
+        candidates = layers
+        number = len(layers)
+    readings = read_texts(model, texts, candidates, number)
+    scores_by_layer, scores = fit_layers(readings)
     counts = share_out(scores, len(texts), mean)
-    config = retaining_config(model.config, layers, counts)
-    weights = model.cpu().state_dict()
-    for name in list(weights):
-        if ".mixer.scores." in name:
-            del weights[name]
-    for layer, scores_of_layer in fitted.items():
+    config = retaining_config(model.config, list(scores_by_layer), counts)
+    buffers = {}
+    for layer, scores_of_layer in scores_by_layer.items():
         for name, tensor in scores_of_layer.items():
-            weights[f"model.layers.{layer}.mixer.scores.{name}"] = tensor.cpu()
-    retaining = type(model).from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype)
+            buffers[f"model.layers.{layer}.mixer.scores.{name}"] = tensor.cpu()
+    retaining = with_layers_of(config, model.cpu(), buffers)
     retaining.generation_config = model.generation_config
-    return retaining.eval()
+    return retaining
 
 
 def retaining_config(config: HopeConfig, layers: list[int], counts: list[int]) -> HopeConfig:

@@ -6,7 +6,7 @@ import torch
 from hope_hf import HopeConfig, HopeForCausalLM
 from hope_hf.data.vocabulary import train_tokenizer
 from hope_hf.evaluation.recall import kinds as suite_kinds
-from hope_hf.retain.fit import FEWEST, apply_scores, choose_layers, fit, share_out
+from hope_hf.retain.fit import FEWEST, TEXTS_OF_CHOICE, apply_scores, fit, read_texts, share_out
 from hope_hf.retain.interest import read_with_full_attention
 from hope_hf.retain.kinds import KINDS, SYLLABLES
 from hope_hf.retain.texts import AskedText, AskedTexts
@@ -78,9 +78,15 @@ def test_what_questions_lack_is_what_they_read_there(windowed, text):
     assert reading.lacking == pytest.approx(missing / mixed, rel=1e-4)
 
 
-def test_layers_that_lack_most_are_chosen(windowed, text):
+def test_layers_that_lack_most_in_the_first_texts_are_read_to_the_end(windowed, text):
+    first_texts = [text] * TEXTS_OF_CHOICE
     shares = {reading.layer: reading.lacking for reading in read_with_full_attention(windowed, text, [0, 1])}
-    assert choose_layers(windowed, [text], [0, 1], 1) == [max(shares, key=shares.get)]
+    most = max(shares, key=shares.get)
+    other = text._replace(questions=[[9, 9, 9]])
+    readings = read_texts(windowed, [*first_texts, other], candidates=[0, 1], count=1)
+    assert list(readings) == [most]
+    assert len(readings[most]) == TEXTS_OF_CHOICE + 1
+    assert list(read_texts(windowed, [text], candidates=[0, 1], count=2)) == [0, 1]
 
 
 def test_scores_find_the_tokens_of_interest():

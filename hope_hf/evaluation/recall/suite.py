@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hope_hf import HopeCache, frozen_memories, join_passages
 from hope_hf.common.models import is_hope
 from hope_hf.common.progress import progress
+from hope_hf.common.weights import with_layers_of
 from hope_hf.data import plain_ids
 
 from ..display import curves
@@ -162,10 +163,7 @@ def _with_full_attention(model: PreTrainedModel) -> PreTrainedModel:
         if kind in ("window_attention", "retaining_attention"):
             config.layer_types[index] = "full_attention"
     config.sliding_window = config.retained_tokens = None
-    # no parameters but scores of tokens to retain are left over
-    weights = {name: tensor for name, tensor in model.state_dict().items() if ".mixer.scores." not in name}
-    whole = type(model).from_pretrained(None, config=config, state_dict=weights)
-    return whole.eval()
+    return with_layers_of(config, model)
 
 
 def _fits(reading: Reading, length: int) -> bool:
