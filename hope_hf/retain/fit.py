@@ -5,6 +5,7 @@ No gradient passes through the model.
 Axes: N token of the training texts, G head of keys.
 """
 
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -30,8 +31,25 @@ TEXTS_OF_CHOICE = 3
 
 # the buffers of a layer's `TokenScores`, by name
 Scores = dict[str, Tensor]
-# what each layer read of every text
-Readings = dict[int, list[LayerReading]]
+
+
+@dataclass
+class LayerReadings:
+    """What a layer read of every text, see `LayerReading`; inputs in float16, since those of all texts are held."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    interest: list[Tensor] = field(default_factory=list)
+    lacking: list[float] = field(default_factory=list)
+
+    def add(self, reading: LayerReading) -> None:
+        """Add what the layer read of one more text."""
+        self.inputs.append(reading.inputs.half())
+        self.interest.append(reading.interest.float())
+        self.lacking.append(reading.lacking)
+
+
+# of each layer
+Readings = dict[int, LayerReadings]
 
 
 def read_texts(model: HopeForCausalLM, texts: list[AskedText], candidates: list[int], count: int) -> Readings:
@@ -40,15 +58,13 @@ def read_texts(model: HopeForCausalLM, texts: list[AskedText], candidates: list[
     A layer lacks the share of what questions read that a window would hide. The first texts tell which layers these
     are; of the others, their readings alone are kept.
     """
-    readings: Readings = {}
+    readings = {}
     for layer in candidates:
-        readings[layer] = []
+        readings[layer] = LayerReadings()
     texts_of_choice = min(TEXTS_OF_CHOICE, len(texts))
     for number, text in enumerate(progress(texts, "texts"), start=1):
         for reading in read_with_full_attention(model, text, readings.keys()):
-            # the inputs of all texts are held at once
-            reading = reading._replace(inputs=reading.inputs.half(), interest=reading.interest.float())
-            readings[reading.layer].append(reading)
+            readings[reading.layer].add(reading)
         if number == texts_of_choice:
             readings = most_lacking(readings, count)
     return readings
@@ -56,11 +72,7 @@ def read_texts(model: HopeForCausalLM, texts: list[AskedText], candidates: list[
 
 def most_lacking(readings: Readings, count: int) -> Readings:
     """The readings of the `count` layers in which questions lack most, in the order of the layers."""
-
-    def mean_share(layer: int) -> float:
-        return fmean(reading.lacking for reading in readings[layer])
-
-    by_share = sorted(readings, key=mean_share, reverse=True)
+    by_share = sorted(readings, key=lambda layer: fmean(readings[layer].lacking), reverse=True)
     chosen = sorted(by_share[:count])
     return {layer: readings[layer] for layer in chosen}
 
@@ -71,15 +83,16 @@ def fit_layers(readings: Readings) -> tuple[dict[int, Scores], Tensor]:
     The readings are taken out of the dictionary, which frees their memory.
     """
     scores_by_layer = {}
-    scored = []
+    results = []
     for layer in progress(list(readings), "layers"):
         readings_of_layer = readings.pop(layer)
-        inputs = torch.cat([reading.inputs for reading in readings_of_layer])
-        interest = torch.cat([reading.interest for reading in readings_of_layer])
+        inputs = torch.cat(readings_of_layer.inputs)
+        interest = torch.cat(readings_of_layer.interest)
         scores = fit(inputs, interest)
         scores_by_layer[layer] = scores
-        scored.append(apply_scores(scores, inputs.float()))
-    return scores_by_layer, torch.cat(scored, dim=1)
+        result = apply_scores(scores, inputs.float())
+        results.append(result)
+    return scores_by_layer, torch.cat(results, dim=1)
 
 
 def apply_scores(scores: Scores, inputs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hope_hf.common.files import new_folder, share_weights
 from hope_hf.common.models import card_metadata
 from hope_hf.data import find_files, load_files
 
-from .model import RETAINING
+from .model import retaining_layers
 
 # Characters of prose that are read: more than training texts take.
 _MOST_PROSE = 20_000_000
@@ -45,7 +45,7 @@ def _card(config: HopeConfig, source: str) -> ModelCard:
     fields = metadata.to_dict() | {"library_name": "transformers", "pipeline_tag": "text-generation"}
     tags = fields.get("tags") or ()
     fields["tags"] = sorted({"hope", "nested-learning", *tags})
-    layers = [str(layer) for layer, kind in enumerate(config.layer_types) if kind == RETAINING]
+    layers = map(str, retaining_layers(config))
     counts = sum(config.retained_tokens, start=[])
     page = f"""\
 The model `{Path(source).name}` with the same weights, as a HOPE language model (*Nested Learning*,

@@ -49,19 +49,22 @@ def read_with_full_attention(
 
     Questions are asked behind the text, and do not see each other. `model` has layers of softmax attention alone.
     """
+    config = model.config
     trunk = model.model
     device = trunk.embed_tokens.weight.device
-    questions = [torch.tensor(question) for question in text.questions]
+    questions = list(map(torch.tensor, text.questions))
     padded = pad_sequence(questions, batch_first=True, padding_value=-1).to(device)
     is_token = padded >= 0
     states = trunk.embed_tokens(text.ids.to(device))
     asking_states = trunk.embed_tokens(padded.clamp(min=0))
     length = states.shape[1]
     positions = torch.arange(length + padded.shape[1], device=device)
-    angles = trunk.rotary_emb(states, positions[None, :length])
-    asking_angles = trunk.rotary_emb(states, positions[None, length:])
-    first = model.config.attention_sinks
-    passed = slice(first, max(first, length - model.config.sliding_window))
+    positions = positions.unsqueeze(0)
+    angles = trunk.rotary_emb(states, positions[:, :length])
+    asking_angles = trunk.rotary_emb(states, positions[:, length:])
+    first = config.attention_sinks
+    window_begins = max(first, length - config.sliding_window)
+    passed = slice(first, window_begins)
     for index, block in enumerate(trunk.layers[: max(layers) + 1]):
         attended = _project(block, states, angles)
         asking = _project(block, asking_states, asking_angles)
@@ -110,25 +113,36 @@ def _after(block, hidden_states: Tensor, reads: Tensor) -> Tensor:
 
 def _ask(asking: Attended, text: Attended, scaling: float) -> tuple[Tensor, Tensor]:
     """What each question reads [N, H, C, D], and its weights of the text's tokens [G, N, H / G, C, T]."""
-    length = text.keys.shape[2]
     queries = _by_key_head(asking.queries, text) * scaling
-    count = queries.shape[3]
     question_keys = asking.keys.transpose(0, 1)
     question_values = asking.values.transpose(0, 1)
-    # all questions in a product: the text's keys are many
-    text_products = queries.flatten(1, 3) @ text.keys[0].mT
-    text_products = text_products.unflatten(1, queries.shape[1:4])
-    question_products = queries.flatten(2, 3) @ question_keys.mT
-    question_products = question_products.unflatten(2, (-1, count))
-    is_later = torch.ones(count, count, device=queries.device).triu(1).bool()
-    question_products = question_products.masked_fill(is_later, -torch.inf)
-    products = torch.cat([text_products, question_products], dim=-1)
-    weights = products.softmax(-1, dtype=torch.float32)
+    text_scores = _scores_of_text(queries, text.keys[0])
+    question_scores = _scores_of_questions(queries, question_keys)
+    scores = torch.cat([text_scores, question_scores], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    length = text.keys.shape[2]
     text_weights, question_weights = weights.tensor_split([length], dim=-1)
     text_reads = _read(text_weights, text.values[0])
-    question_reads = question_weights.flatten(2, 3).to(question_values.dtype) @ question_values
-    reads = text_reads + question_reads.unflatten(2, (-1, count))
+    question_weights = question_weights.to(question_values.dtype)
+    question_reads = question_weights.flatten(2, 3) @ question_values
+    reads = text_reads + question_reads.view_as(text_reads)
     return _by_query_head(reads), text_weights
+
+
+def _scores_of_text(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products [G, N, H / G, C, T] of queries [G, N, H / G, C, D] with the keys of the text [G, T, D]."""
+    # all questions in a product: the text's keys are many
+    scores = queries.flatten(1, 3) @ keys.mT
+    return scores.unflatten(1, queries.shape[1:4])
+
+
+def _scores_of_questions(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products [G, N, H / G, C, C] with the keys of each question [G, N, C, D]; -inf for its later tokens."""
+    count = queries.shape[3]
+    scores = queries.flatten(2, 3) @ keys.mT
+    scores = scores.unflatten(2, (-1, count))
+    is_later = torch.ones(count, count, device=queries.device).triu(1).bool()
+    return scores.masked_fill(is_later, -torch.inf)
 
 
 def _by_key_head(heads: Tensor, text: Attended) -> Tensor:
@@ -164,7 +178,9 @@ def _without(reads: Tensor, weights: Tensor, text: Attended, tokens: slice) -> T
 
 def _lacking(block, reads: Tensor, without: Tensor, is_token: Tensor) -> float:
     """Squared norm of what is missing in `without` over that of all that is read, of tokens [N, C] of questions."""
-    mixed = _mixed(block, reads)[is_token]
-    missing = _mixed(block, reads - without)[is_token]
-    share = missing.float().norm() / mixed.float().norm()
+    mixed = _mixed(block, reads)
+    missing = _mixed(block, reads - without)
+    norm = mixed[is_token].float().norm()
+    norm_of_missing = missing[is_token].float().norm()
+    share = norm_of_missing / norm
     return share.item() ** 2

@@ -26,6 +26,15 @@ def layers_with_windows(config: HopeConfig) -> list[int]:
     return layers
 
 
+def retaining_layers(config: HopeConfig) -> list[int]:
+    """The layers that retain tokens."""
+    layers = []
+    for layer, kind in enumerate(config.layer_types):
+        if kind == RETAINING:
+            layers.append(layer)
+    return layers
+
+
 def learn_to_retain(
     model: HopeForCausalLM, texts: list[AskedText], mean: int, layers: list[int] | None
 ) -> HopeForCausalLM:

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         from hope_hf.data import check_vocabulary, load_tokenizer
 
         from .folder import read_prose, save
-        from .model import layers_with_windows, learn_to_retain
+        from .model import layers_with_windows, learn_to_retain, retaining_layers
         from .texts import AskedTexts
 
     set_up_cpu(None)
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
     texts = [source.make() for _ in range(options.texts)]
     retaining = learn_to_retain(model, texts, options.retained_tokens, layers)
     save(retaining, tokenizer, options.model, out)
-    _report(retaining.config, options)
+    _report(retaining.config, retaining_layers(retaining.config), options)
     return 0
 
 
@@ -139,9 +139,8 @@ def _check_lengths(options: Namespace, config: "HopeConfig") -> None:
         )
 
 
-def _report(config: "HopeConfig", options: Namespace) -> None:
-    """What was written, and how many tokens each head retains."""
-    layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "retaining_attention"]
+def _report(config: "HopeConfig", layers: list[int], options: Namespace) -> None:
+    """What was written, and how many tokens each head of these layers retains."""
     for layer, counts in zip(layers, config.retained_tokens, strict=True):
         print(f"layer {layer} retains {', '.join(f'{count:,}' for count in counts)} tokens a head")
     print(

@@ -46,18 +46,28 @@ class AskedTexts:
             kind = self.draw.choice(KINDS)
             subject = self._name()
             answer = self.draw.choice(kind.answers)
-            for wording in kind.wordings[: self.draw.choice(WORDING_COUNTS)]:
-                statements.append(self._ids(wording.format(s=subject, a=answer)))
+            wordings = self.draw.choice(WORDING_COUNTS)
+            for wording in kind.wordings[:wordings]:
+                statement = wording.format(s=subject, a=answer)
+                statements.append(self._ids(statement))
             questions.append(self._question(kind, subject, answer))
         self.draw.shuffle(statements)
+        ids = self._between_prose(statements)
+        return AskedText(tensor([ids]), questions)
+
+    def _between_prose(self, statements: list[list[int]]) -> list[int]:
+        """`length` tokens: prose with the statements at even distances, but for the tail."""
         of_facts = sum(map(len, statements))
         tail = min(TAIL, int(self.length * LARGEST_TAIL))
-        gap = max(0, self.length - tail - of_facts) // (len(statements) + 1)
+        prose = max(0, self.length - tail - of_facts)
+        gap = prose // (len(statements) + 1)
         ids = []
         for statement in statements:
-            ids += self._prose(gap) + statement
-        ids += self._prose(max(0, self.length - len(ids)))
-        return AskedText(tensor([ids[: self.length]]), questions)
+            ids += self._prose(gap)
+            ids += statement
+        missing = max(0, self.length - len(ids))
+        ids += self._prose(missing)
+        return ids[: self.length]
 
     def _question(self, kind: Kind, subject: str, answer: str) -> list[int]:
         """A cloze of the first wording, or the question in one of two forms, and the answer without its last token."""

@@ -85,7 +85,7 @@ def test_layers_that_lack_most_in_the_first_texts_are_read_to_the_end(windowed, 
     other = text._replace(questions=[[9, 9, 9]])
     readings = read_texts(windowed, [*first_texts, other], candidates=[0, 1], count=1)
     assert list(readings) == [most]
-    assert len(readings[most]) == TEXTS_OF_CHOICE + 1
+    assert len(readings[most].inputs) == TEXTS_OF_CHOICE + 1
     assert list(read_texts(windowed, [text], candidates=[0, 1], count=2)) == [0, 1]
 
 
