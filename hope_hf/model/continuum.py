@@ -34,15 +34,12 @@ class ContinuumLevel(nn.Module):
 
     def forward(self, hidden_states: Tensor, deltas: dict[str, Tensor] | None = None) -> Tensor:
         """[B, T, hidden_size], with differences to the weights [B, o, i] of the maps that learned from each row."""
+        deltas = deltas or {}
         normed = self.norm(hidden_states)
-        if deltas is None:
-            gate = self.act_fn(self.gate_proj(normed))
-            up = self.up_proj(normed)
-            return self.down_proj(gate * up)
         gate = _with_delta(self.gate_proj, normed, deltas.get("gate_proj"))
-        gate = self.act_fn(gate)
         up = _with_delta(self.up_proj, normed, deltas.get("up_proj"))
-        return _with_delta(self.down_proj, gate * up, deltas.get("down_proj"))
+        active = self.act_fn(gate) * up
+        return _with_delta(self.down_proj, active, deltas.get("down_proj"))
 
 
 def _with_delta(projection: nn.Module, inputs: Tensor, delta: Tensor | None) -> Tensor:
@@ -95,9 +92,9 @@ class ContinuumMemory(nn.Module):
 
     def forward(self, hidden_states: Tensor, deltas: dict[int, dict] | None = None) -> Tensor:
         """[B, T, hidden_size]."""
+        deltas = deltas or {}
         for level in self.levels:
-            deltas_of_level = deltas.get(level.level) if deltas else None
-            output = level(hidden_states, deltas_of_level)
+            output = level(hidden_states, deltas.get(level.level))
             hidden_states = hidden_states + output
         return hidden_states
 
@@ -111,11 +108,12 @@ class IndependentContinuum(ContinuumMemory):
 
     def forward(self, hidden_states: Tensor, deltas: dict[int, dict] | None = None) -> Tensor:
         """[B, T, hidden_size]."""
+        deltas = deltas or {}
         weights = self.mix(hidden_states.dtype)
         total = 0
         for level, weight in zip(self.levels, weights, strict=True):
-            deltas_of_level = deltas.get(level.level) if deltas else None
-            total = total + weight * level(hidden_states, deltas_of_level)
+            output = level(hidden_states, deltas.get(level.level))
+            total = total + weight * output
         return hidden_states + total
 
 

@@ -173,8 +173,8 @@ class LearnedFactors(nn.Module):
 class ShortConvolution(nn.Module):
     """Weights [H * D, 1, K] of a causal depthwise convolution over tokens, without bias.
 
-    `forward` returns them as [K, H, D], the weights of the oldest token first. `own` is a factor on the initial weight
-    of the token itself, if K > 1.
+    `forward` returns them as [K, H, D], the weights of the oldest token first. `own_weight_factor` is on the initial
+    weight of the token itself, if K > 1.
     """
 
     has_initial_values = True
@@ -182,7 +182,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, config: PreTrainedConfig, heads: int):
         super().__init__()
         self.heads = heads
-        self.own = 1.0
+        self.own_weight_factor = 1.0
         weight = torch.empty(heads * config.head_dim, 1, config.conv_kernel_size)
         self.weight = nn.Parameter(weight)
 
@@ -198,7 +198,7 @@ class ShortConvolution(nn.Module):
         bound = size**-0.5
         weight = torch.empty_like(self.weight).uniform_(-bound, bound)
         if size > 1:
-            weight[..., -1] *= self.own
+            weight[..., -1] *= self.own_weight_factor
         init.copy_(self.weight, weight)
 
 

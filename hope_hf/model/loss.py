@@ -20,6 +20,8 @@ _ROWS = 8192
 
 
 class _Loss(torch.autograd.Function):
+    """`linear_cross_entropy` as one autograd node; `has_backward`: whether its gradients are made."""
+
     @staticmethod
     def forward(ctx, hidden, weight, labels, has_backward):
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -44,13 +46,7 @@ class _Loss(torch.autograd.Function):
             targets = targets.masked_fill(ignored, 0)
             hidden_chunk = hidden[tokens].masked_fill(ignored, 0.0)
             logits = hidden_chunk @ weight.mT
-            largest = logits.amax(-1, keepdim=True).to(wide)
-            below_largest = largest - logits.gather(-1, targets)
-            place = logits if in_place else None
-            shares = torch.softmax(logits, -1, dtype=wide, out=place)
-            # The largest share is 1 over the sum of exponentials. The target's may be 0 in float32.
-            log_largest = shares.amax(-1, keepdim=True).log_()
-            losses = below_largest - log_largest
+            losses, shares = _losses_and_shares(logits, targets, wide, in_place)
             loss += losses.masked_fill_(ignored, 0.0).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
@@ -86,6 +82,18 @@ class _Loss(torch.autograd.Function):
                 torch.mul(rows, scale, out=rounded)
             grad_weight = scaled
         return grad_hidden, grad_weight, None, None
+
+
+def _losses_and_shares(logits: Tensor, targets: Tensor, wide: torch.dtype, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Losses [N, 1] and softmax [N, V] of logits [N, V] with targets [N, 1], in `wide`; `in_place` of the logits."""
+    largest = logits.amax(-1, keepdim=True).to(wide)
+    below_largest = largest - logits.gather(-1, targets)
+    place = logits if in_place else None
+    shares = torch.softmax(logits, -1, dtype=wide, out=place)
+    # The largest share is 1 over the sum of exponentials. The target's may be 0 in float32.
+    log_largest = shares.amax(-1, keepdim=True).log_()
+    losses = below_largest - log_largest
+    return losses, shares
 
 
 def _add_weight_gradient(grad_weight: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

@@ -32,12 +32,11 @@ from .memory_scan import (
     Memories,
     ScanInputs,
     ScanState,
-    fast_scan,
     fresh_state,
     make_qkv,
     register_scan,
+    scan_of,
     scan_options_json,
-    scan_plain,
     scan_span,
     scan_tokens,
     unit,
@@ -239,7 +238,7 @@ class SelfModifyingTitans(Mixer, nn.Module):
         self.v_conv1d = ShortConvolution(config, heads)
         self.q_conv1d = ShortConvolution(config, heads)
         if rule.extends_deltanet:
-            self.k_conv1d.own = _OWN_KEY
+            self.k_conv1d.own_weight_factor = _OWN_KEY
             # in tuples, since a module as an attribute would be registered twice
             self.q_proj.begins_as = self.k_proj, torch.clone
             self.q_conv1d.begins_as = self.k_conv1d, one_token_later
@@ -378,9 +377,8 @@ class SelfModifyingTitans(Mixer, nn.Module):
 
     def choose_scan(self) -> Callable:
         """`memory_scan.scan_plain`, or the fast scan that equals it."""
-        scan = scan_plain
-        if not runs_plain(self.kernels):
-            scan = fast_scan(self.config.memory_rule, self.kernels) or scan_plain
+        asked = "plain" if runs_plain(self.kernels) else self.kernels
+        scan = scan_of(self.config.memory_rule, asked)
         return partial(scan, recompute=self.config.recompute_chunks)
 
     @torch.no_grad()

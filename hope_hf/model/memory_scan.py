@@ -147,7 +147,14 @@ class Memories(Protocol):
         """Set one of the learned initial weights to its value before training."""
 
     @classmethod
-    def of(cls, conv_weights, projected: tuple[str, ...], initial, value_share, rate_factors: tuple[float, ...]):
+    def of(
+        cls,
+        conv_weights: Tensor,
+        projected: tuple[str, ...],
+        initial: Weights,
+        value_share: Tensor | None,
+        rate_factors: tuple[float, ...],
+    ) -> "Memories":
         """The memories of a call.
 
         Args:
@@ -174,11 +181,6 @@ class Memories(Protocol):
 
     def content(self, deviations: Deviations) -> Weights:
         """The weights of the content memory with these deviations."""
-
-
-def fast_scan(rule: str, asked: str) -> Callable | None:
-    """The scan of that `memory_rule` with a backward pass written by hand, if there is one."""
-    return registered(f"scan_{rule}", asked)
 
 
 def fresh_state(memories: Memories) -> ScanState:
@@ -283,7 +285,9 @@ def _scan_spans(
     reads = []
     first_slot = spans[0].start
     for span in spans:
-        span = span._replace(start=span.start - first_slot, stop=span.stop - first_slot)
+        start = span.start - first_slot
+        stop = span.stop - first_slot
+        span = span._replace(start=start, stop=stop)
         read, state = scan_span(inputs, memories, state, span)
         reads.append(read)
     return torch.cat(reads, dim=1), state
@@ -305,25 +309,34 @@ def scan_plain(
     """
     # torch.func's transforms take no hooks on saved tensors, with which `checkpoint` works
     recomputes = recompute > 0 and torch.is_grad_enabled() and not is_transformed()
-    stride = recompute if recomputes else len(spans)
+    spans_of_group = recompute if recomputes else len(spans)
     groups = []
     sizes = []
-    for first in range(0, len(spans), stride):
-        group = spans[first : first + stride]
+    for index in range(0, len(spans), spans_of_group):
+        group = spans[index : index + spans_of_group]
+        first_slot = group[0].start
         groups.append(group)
-        sizes.append(group[-1].stop - group[0].start)
+        sizes.append(group[-1].stop - first_slot)
     # A single group is split too: the split's gradients are contiguous, which fixes the order of the sums over them.
     inputs_of_groups = inputs.split(sizes)
+    scan_again = partial(checkpoint, _scan_spans, use_reentrant=False, preserve_rng_state=False)
     reads = []
-    for part, group in zip(inputs_of_groups, groups, strict=True):
-        if group is groups[-1]:
-            read, state = _scan_spans(part, memories, state, group)
-        else:
-            read, state = checkpoint(
-                _scan_spans, part, memories, state, group, use_reentrant=False, preserve_rng_state=False
-            )
+    for inputs_of_group, group in zip(inputs_of_groups, groups, strict=True):
+        scan = _scan_spans if group is groups[-1] else scan_again
+        read, state = scan(inputs_of_group, memories, state, group)
         reads.append(read)
     return torch.cat(reads, dim=1), state if need_state else None
+
+
+def scan_of(rule: str, asked: str) -> Callable:
+    """`scan_plain`, or the scan of that `memory_rule` that equals it and has a backward pass written by hand.
+
+    `asked` is a value of `backends.KERNELS`.
+    """
+    scan = None
+    if asked != "plain":
+        scan = registered(f"scan_{rule}", asked)
+    return scan or scan_plain
 
 
 def scan_options_json(config: PreTrainedConfig, rate_factors: tuple[float, ...]) -> str:
@@ -390,7 +403,7 @@ def _numbered(name: str, tensors: Weights | Deviations) -> dict[str, Tensor]:
 def _of_name(name: str, tensors: dict[str, Tensor]) -> Weights | Deviations:
     """The tuple that `_numbered` took apart; it has one or two tensors."""
     layers = map(tensors.get, (f"{name}0", f"{name}1"))
-    return tuple(layer for layer in layers if layer is not None)
+    return tuple(filter(torch.is_tensor, layers))
 
 
 def _scan_arguments(
@@ -456,9 +469,7 @@ def _run_operator(
     if plan.valid is not None:
         slots = _by_head(plan, heads)
         inputs = _in_slots(inputs, slots)
-    scan = scan_plain
-    if kernels != "plain":
-        scan = fast_scan(options.memory_rule, kernels) or scan_plain
+    scan = scan_of(options.memory_rule, kernels)
     if state is None:
         state = fresh_state(memories)
     reads, after = scan(inputs, memories, state, plan.spans, bool(need_state), recompute)
