@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from hope_hf import PRESETS, HopeConfig
 from hope_hf.chat import flags as chat
+from hope_hf.common import tokenizer_files
 from hope_hf.common.models import build_config, load_config
 from hope_hf.common.overrides import parse_overrides
 from hope_hf.data import (
@@ -28,7 +29,6 @@ from hope_hf.data import (
     save_tokenizer,
     tokenizer,
     train_tokenizer,
-    vocabulary,
 )
 from hope_hf.evaluation import flags as evaluation
 from hope_hf.evaluation.held_out import held_out_documents
@@ -125,7 +125,7 @@ def small_hub(monkeypatch, small) -> None:
 
     # Asked for adapters beside the names of tokenizers, it would try a network again and again.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(vocabulary, "AutoTokenizer", OfTheHub)
+    monkeypatch.setattr(tokenizer_files, "AutoTokenizer", OfTheHub)
     monkeypatch.setattr(documents, "load_dataset", load_dataset)
     monkeypatch.setattr(documents, "corpus_documents", lambda: [(f"{text[:9]}.py", text) for text in TEXTS[:300]])
     monkeypatch.setattr(mixture, "read_yaml", read_yaml)

@@ -43,8 +43,8 @@ ROOMS = {
         "hope_hf.common", "hope_hf.data", "hope_hf.lazy",
     },
     "hope_hf/common": {
-        "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "tqdm", "yaml",
-        "hope_hf.common", "hope_hf.interrupt",
+        "torch", "transformers", "tokenizers", "accelerate", "datasets", "huggingface_hub", "safetensors", "tqdm",
+        "yaml", "hope_hf.common", "hope_hf.interrupt",
     },
     "run_eval.py": {"hope_hf.evaluation"},
     "hope_hf/evaluation": {

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -16,6 +15,7 @@ from hope_hf.common.adapters import base_of_adapter
 from hope_hf.common.flags import ModelArguments, is_hub_name
 from hope_hf.common.models import card_metadata, load_config, place_of_tokenizer
 from hope_hf.common.process import MISTAKES, one_line
+from hope_hf.common.tokenizer_files import read_tokenizer
 from hope_hf.common.weight_names import ADAPTER_CONFIG
 from hope_hf.common.weights import find_file, load_model, weight_files, with_adapter
 
@@ -154,7 +154,7 @@ def _gguf_tokenizer(name_or_path: str, gguf: GgufFile) -> PreTrainedTokenizerBas
 def _tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
     """None for a model that has none."""
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        return read_tokenizer(name_or_path)
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
         if not any(find_file(name_or_path, name) for name in ("tokenizer.json", "tokenizer_config.json")):

@@ -14,12 +14,13 @@ from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hope_hf.common.files import disk_errors
 from hope_hf.common.flags import require_local
 from hope_hf.common.models import place_of_tokenizer
 from hope_hf.common.process import first_line, warn_once
+from hope_hf.common.tokenizer_files import read_tokenizer
 
 from .sizes import DEFAULT_VOCAB_SIZE, SMALLEST_VOCABULARY
 
@@ -81,8 +82,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer of a folder or Hub name. Raises ValueError if there is none, or it has no EOS token."""
     require_local(name, "--tokenizer_name")
     try:
-        place = place_of_tokenizer(name)
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(place_of_tokenizer(name), trust_remote_code)
         # Some settings of a wrong type fail only here, and a file may name a class that is not a tokenizer.
         tokenizer(END_OF_TEXT)["input_ids"]
     # The tokenizers library raises a bare Exception for a file that it cannot read.

@@ -9,13 +9,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hope_hf.common.files import new_folder, require_new, share_weights
 from hope_hf.common.flags import ModelArguments
 from hope_hf.common.models import is_hope, load_config, place_of_tokenizer
 from hope_hf.common.process import one_line
 from hope_hf.common.results import RESULTS_FILE
+from hope_hf.common.tokenizer_files import read_tokenizer
 from hope_hf.common.weight_names import ADAPTER_CONFIG
 from hope_hf.common.weights import load_model
 
@@ -93,7 +94,7 @@ def load_source(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
         raise ValueError(f"{folder} holds a {config.model_type} and no HOPE: upload it with its own push_to_hub.")
     model = load_model(str(folder), config, str(folder), dtype="auto")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place_of_tokenizer(str(folder)), trust_remote_code=False)
+        tokenizer = read_tokenizer(place_of_tokenizer(str(folder)))
     # The tokenizers library raises a bare Exception for a file that it cannot read.
     except Exception as error:
         reason = one_line(error)

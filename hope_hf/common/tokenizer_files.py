@@ -1,0 +1,64 @@
+"""Tokenizers as their tokenizer.json says.
+
+transformers builds many of its tokenizer classes anew: from the file's vocabulary, and with the class's rules for
+cutting a text into words, whatever the file says. The file has the rules with which a model was trained.
+"""
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .process import warn_once
+from .weights import find_file
+
+FILE = "tokenizer.json"
+# Where rules of tokenizers differ: spaces, digits, apostrophes, capitals, line ends, forms of one character, scripts.
+_TEXT = """ It's  1,234.50 at 12:30;\tshe'LL pay 20%\r\n\r\n\n    if x1 == 10:  # TODO\n\t\treturn 'a_b'  \n
+CamelCase http://example.org/a?b=1 e\u0301 \u00e9 \ufb01 \uff26\uff35\uff2c\uff2c \u00a0 \u2028 \u3000\u4f60\u597d
+\u041f\u0440\u0438\u0432\u0435\u0442 \u0e44\u0e17\u0e22 \u0661\u0662\u0663 \U0001f600\U0001f3fd \u2581x ... --- """
+# Entries of a vocabulary that are tried, evenly spread.
+_ENTRIES = 10_000
+
+
+def read_tokenizer(place: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name, with the ids of its tokenizer.json; warns if its class gives others.
+
+    Special tokens, and what is put before and after a prompt, are those of the class. Raises whatever transformers
+    raises.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    kind = type(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # This class alone reads the file as it is; code of a folder may do as it likes.
+    if backend is None or kind is PreTrainedTokenizerFast or not kind.__module__.startswith("transformers."):
+        return tokenizer
+    file = find_file(place, FILE)
+    if file is None:
+        return tokenizer
+    as_written = Tokenizer.from_file(str(file))
+    if _give_equal_ids(backend, as_written):
+        return tokenizer
+    warn_once(
+        f"{place}: its {FILE} is followed, and transformers' {kind.__name__} gives other ids, so programs that load "
+        "it with AutoTokenizer may read text otherwise."
+    )
+    special_tokens = {}
+    for name, token in tokenizer.special_tokens_map.items():
+        if isinstance(token, str) and as_written.token_to_id(token) is not None:
+            special_tokens[name] = token
+    followed = PreTrainedTokenizerFast.from_pretrained(place, **special_tokens)
+    followed.backend_tokenizer.post_processor = backend.post_processor
+    return followed
+
+
+def _give_equal_ids(first: Tokenizer, second: Tokenizer) -> bool:
+    """Whether both give a text in which rules differ, and the entries of the vocabulary, the same ids."""
+    size = second.get_vocab_size()
+    entries = []
+    for index in range(0, size, 1 + size // _ENTRIES):
+        entries.append(second.decode([index], skip_special_tokens=True))
+    texts = [_TEXT, "".join(entries), "  ".join(entries)]
+    for text in texts:
+        ids = [backend.encode(text, add_special_tokens=False).ids for backend in (first, second)]
+        if ids[0] != ids[1]:
+            return False
+    return True
