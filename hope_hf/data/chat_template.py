@@ -95,6 +95,16 @@ class ChatTemplate:
         """
         return self._marked(chat) if _GENERATION.search(self.source) else self._compared(chat)
 
+    def writes(self, chat: Chat, index: int, keys: Sequence[str]) -> bool:
+        """Whether the filled template has something of these keys of a message."""
+        without = {key: value for key, value in chat.messages[index].items() if key not in keys}
+        messages = [*chat.messages[:index], without, *chat.messages[index + 1 :]]
+        return self._differs(chat, Chat(messages, chat.tools))
+
+    def writes_tools(self, chat: Chat) -> bool:
+        """Whether the filled template has something of the tools."""
+        return self._differs(chat, Chat(chat.messages))
+
     def tokens(self, filled: Filled) -> tuple[list[int], list[bool]]:
         """Token ids, and which of them are learned."""
         if self._backend is None:
@@ -168,6 +178,13 @@ class ChatTemplate:
         learned = [place for place, turn in zip(places, turns, strict=True) if _is_learned(turn)]
         return Filled(text, learned)
 
+    def _differs(self, chat: Chat, other: Chat) -> bool:
+        try:
+            return self.fill(chat) != self.fill(other)
+        except ValueError:
+            # The template asks for what the other lacks.
+            return True
+
     def _compared(self, chat: Chat) -> Filled:
         """A turn is what it adds to the turns before it."""
         whole = self.fill(chat)
@@ -176,8 +193,8 @@ class ChatTemplate:
             if message["role"] != ASSISTANT or not _is_learned(message):
                 continue
             earlier = Chat(chat.messages[:index], chat.tools)
-            before = self.fill(earlier, add_generation_prompt=True) if index else ""
             after = self.fill(Chat(chat.messages[: index + 1], chat.tools))
+            before = self.fill(earlier, add_generation_prompt=True) if index else self._head(chat, whole, after)
             if not whole.startswith(after) or not after.startswith(before):
                 raise ValueError(
                     "it writes a turn anew when others follow, and has no marks {% generation %} around what the "
@@ -185,6 +202,11 @@ class ChatTemplate:
                 )
             places.append((len(before), len(after)))
         return Filled(whole, places)
+
+    def _head(self, chat: Chat, whole: str, first: str) -> str:
+        """What comes before the words of a first turn of the assistant; templates need not fill a chat of no turn."""
+        prompt = self.fill(chat, add_generation_prompt=True).removeprefix(whole)
+        return first[: first.find(prompt) + len(prompt)] if prompt in first else ""
 
     def _tokens_of_parts(self, filled: Filled) -> tuple[list[int], list[bool]]:
         """`tokens` of a tokenizer written in Python, which itself splits texts at special tokens."""

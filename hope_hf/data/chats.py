@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.common.process import warn_once
+
 from .chat_template import ASSISTANT, Chat, ChatTemplate, chat_of, without_breaks
 from .encoding import Encode
 
@@ -22,6 +24,10 @@ _ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "b
 _KNOWN = {"user", ASSISTANT, "system", "developer", "tool", "function"}
 # Keys that describe a turn, and are nothing that is said in it.
 _DESCRIPTIVE = {"role", "weight", "name", "tool_call_id"}
+# Keys of what a turn calls, in the present form and in that of before.
+_CALLS = ("tool_calls", "function_call")
+# Columns in which some data sets have what belongs into the first turn.
+_SYSTEM = ("system", "system_prompt")
 
 
 class BadChat(ValueError):
@@ -53,8 +59,29 @@ def chat_text(value: object, tools: object = None, template: ChatTemplate | None
             template.filled(chat)
         except ValueError as error:
             raise BadChat(f"has a chat on which the tokenizer's chat template fails ({error})") from error
+        _require_written(chat, template)
     # A table may hold dates and the like beside what is said.
     return json.dumps(chat.messages if chat.tools is None else chat._asdict(), default=str)
+
+
+def _require_written(chat: Chat, template: ChatTemplate) -> None:
+    """BadChat if the template writes nothing of a turn without content, or not what a turn calls."""
+    # To fill a template takes time: what it names, it writes.
+    named = template.source
+    if chat.tools and TOOLS not in named and not template.writes_tools(chat):
+        warn_once(f"The tokenizer's chat template writes no {TOOLS}: those of the chats are not learned from.")
+    for index, message in enumerate(chat.messages):
+        calls = [key for key in _CALLS if message.get(key)]
+        if calls and calls[0] in named:
+            continue
+        keys = calls
+        if not calls and message.get("content") is None:
+            keys = sorted(key for key in message.keys() - _DESCRIPTIVE if message[key])
+        if keys and not template.writes(chat, index, keys):
+            raise BadChat(
+                f"has a turn of the {message['role']} with {' and '.join(keys)}, of which the tokenizer's chat "
+                "template writes nothing"
+            )
 
 
 def _message(message: dict, template: str) -> dict:
@@ -157,11 +184,21 @@ def choose_chat_column(names: Collection[str], source: str, column: str | None =
     wanted = COLUMNS if column is None else (column,)
     for name in wanted:
         if name in names:
+            _warn_of_system(names, source)
             return name
     among = ", ".join(sorted(names))
     raise ValueError(
         f"{source} has no column {wanted[0]!r} of chats among {among}: name one with {column_option(source)}."
     )
+
+
+def _warn_of_system(names: Collection[str], source: str) -> None:
+    for name in _SYSTEM:
+        if name in names:
+            warn_once(
+                f"{source} has a column {name!r} beside its chats, which is not read: where it is meant, put it into "
+                "the chats as a first turn of the role system."
+            )
 
 
 def column_option(source: str) -> str:

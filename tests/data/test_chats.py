@@ -277,6 +277,51 @@ def test_calls_of_tools_parts_of_content_and_the_column_of_tools_are_read(tmp_pa
     assert [run.strip() for run in learned(tokenizer, tokens)] == [called, "noon|"]
 
 
+# As most templates of small models: the content of a turn alone.
+CONTENT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
+
+
+@pytest.mark.parametrize("template", [MARKED, CONTENT])
+@pytest.mark.parametrize(
+    "turn, words",
+    [
+        ({"role": "assistant", "value": "It is 1."}, "assistant with value"),
+        ({"role": "assistant", "text": "It is 1.", "id": 3}, "assistant with id and text"),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "assistant with tool_calls"),
+        ({"role": "assistant", "content": None, "function_call": CALL["function"]}, "assistant with function_call"),
+    ],
+)
+def test_a_turn_that_the_template_does_not_write_is_bad(tokenizer, template, turn, words):
+    tokenizer.chat_template = template
+    for chat in ([CHATS[0][1], turn], [CHATS[0][1], turn, *CHATS[1][1:]]):
+        with pytest.raises(ValueError, match=f"{words}, of which the tokenizer's chat template writes nothing"):
+            chat_text(chat, None, ChatTemplate(tokenizer))
+    # A template may write more than it names.
+    tokenizer.chat_template = CONTENT.replace("m.content", "m | tojson")
+    assert chat_text([CHATS[0][1], turn], None, ChatTemplate(tokenizer))
+
+
+def test_tools_and_system_prompts_that_are_not_read_are_warned_of(tmp_path, tokenizer):
+    tokenizer.chat_template = CONTENT
+    row = {"conversations": CHATS[0], "tools": [CALL], "system": "Be brief."}
+    with pytest.warns(UserWarning) as caught:
+        load_files([rows_of(tmp_path, [row])], "--train_file", chats=True, template=ChatTemplate(tokenizer))
+    warned = " ".join(str(warning.message) for warning in caught)
+    assert "writes no tools" in warned and "rows.jsonl has a column 'system'" in warned
+
+
+def test_what_precedes_the_words_of_a_first_turn_is_not_learned(tokenizer):
+    tokenizer.chat_template = "{% if messages[0].role != 'system' %}system: Help.<|end|>{% endif %}" + CONTENT
+    chat = [CHATS[0][2], *CHATS[1][1:3]]
+    (tokens,) = make_chat_encoder(tokenizer)([json.dumps(chat)])
+    said = [message["content"] for message in chat if message["role"] == "assistant"]
+    assert [run.strip() for run in learned(tokenizer, tokens)] == [f"{words}<|end|>" for words in said]
+
+
 def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer):
     tokenizer.chat_template = MARKED + "{{ raise_exception('not this') if messages[0].content == 'refuse' }}"
     template = ChatTemplate(tokenizer)
