@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..model.chunks import ChunkSpan
+from ..model.layers import tail_after
 from ..model.memory_delta import DeltaMemories
 from ..model.memory_scan import ScanInputs, ScanState
 from .delta_span import Saved, Shape, SpanBackward, State, Tokens, Weights, mixed_streams, padded_streams, solve
@@ -42,8 +43,10 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     inverse = lower.new_zeros(shape)
     # I + L + L^2 + L^3 = (I + L) + (I + L) L^2
     block = _diagonal_blocks(matrix, _BASE).tril(-1)
-    first_powers = torch.eye(_BASE, dtype=lower.dtype, device=lower.device) + block
-    all_powers = torch.baddbmm(first_powers, first_powers, torch.bmm(block, block))
+    identity = torch.eye(_BASE, dtype=lower.dtype, device=lower.device)
+    first_powers = identity + block
+    square = torch.bmm(block, block)
+    all_powers = torch.baddbmm(first_powers, first_powers, square)
     _diagonal_blocks(inverse, _BASE).copy_(all_powers)
     width = _BASE
     while width < padded:
@@ -53,7 +56,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
         upper_left = _diagonal_blocks(inverse, step, width)
         lower_right = _diagonal_blocks(inverse, step, width, below + width)
         lower_left = _diagonal_blocks(matrix, step, width, below)
-        merged = torch.bmm(torch.bmm(lower_right, lower_left), upper_left)
+        merged = torch.bmm(lower_right, lower_left)
+        merged = torch.bmm(merged, upper_left)
         _diagonal_blocks(inverse, step, width, below).copy_(merged)
         width = step
     return inverse[:, :size, :size]
@@ -84,21 +88,25 @@ def _forward_span(
     values = tokens.values
     if inputs.value_norm is not None:
         values = values * inputs.value_norm[:, cut, None]
-    attention = torch.bmm(tokens.queries, tokens.written.mT).mul_(tokens.decay)
-    lower = torch.bmm(tokens.keys, tokens.written.mT).mul_(tokens.decay)
+    written = tokens.written.mT
+    attention = torch.bmm(tokens.queries, written).mul_(tokens.decay)
+    lower = torch.bmm(tokens.keys, written).mul_(tokens.decay)
     if len(shape.groups) > 1:
         lower = torch.cat([rho * lower for _, rho in shape.groups])
     solved = unit_lower_inverse(lower)
-    current = state.current
-    reads_of_keys, reads_of_queries = _reads_of_state(tokens, current, weights.initial, shape).unbind(1)
-    right = _right_side(tokens, values, reads_of_keys, current, shape)
+    reads_of_state = _reads_of_state(tokens, state.current, weights.initial, shape)
+    reads_of_keys, reads_of_queries = reads_of_state.unbind(1)
+    right = _right_side(tokens, values, reads_of_keys, state.current, shape)
     errors = solve(solved, right, shape)
-    read = torch.baddbmm(reads_of_queries, attention, errors[..., shape.content])
-    torch.addcmul(read, weights.value_share, inputs.own_values(values, cut), out=reads)
+    errors_of_content = errors[..., shape.content]
+    reads_of_memory = torch.baddbmm(reads_of_queries, attention, errors_of_content)
+    own_values = inputs.own_values(values, cut)
+    torch.addcmul(reads_of_memory, weights.value_share, own_values, out=reads)
     if not saves_all:
         mixed = scales = attention = None
     saved = Saved(mixed, scales, attention, solved, errors, *state)
-    return _state_after(state, span, tokens, errors, padded), saved
+    after = _state_after(state, span, tokens, errors, padded)
+    return after, saved
 
 
 def _state_after(state: State, span: ChunkSpan, tokens: Tokens, errors: Tensor, padded: list[Tensor]) -> State:
@@ -113,22 +121,20 @@ def _state_after(state: State, span: ChunkSpan, tokens: Tokens, errors: Tensor, 
     elif span.closes:
         # one tensor for both, as `_Scan` checks by identity
         chunk_start = after
-    size = span.stop - span.start
+    tails_before = state.conv_tail.chunk(3, dim=-1)
     tails = []
-    for stream in padded:
-        if span.tail_out is None:
-            tails.append(stream[:, size:])
-        else:
-            index = span.tail_out.expand(-1, -1, stream.shape[-1])
-            tails.append(stream.gather(1, index))
+    for stream, tail in zip(padded, tails_before, strict=True):
+        tails.append(tail_after(stream, tail, span))
     return State(after, chunk_start, torch.cat(tails, dim=-1))
 
 
 def _reads_of_state(tokens: Tokens, current: Tensor, initial: Tensor, shape: Shape) -> Tensor:
     """What the content memory before the span returns for keys and queries [b, 2, C, D], with the initial memory."""
     rows = tokens.rows
-    reads = torch.bmm(rows, current[..., shape.content])
-    reads.view_as(tokens.both).mul_(tokens.from_start.unsqueeze(1))
+    content = current[..., shape.content]
+    reads = torch.bmm(rows, content)
+    decay = tokens.from_start.unsqueeze(1)
+    reads.view_as(tokens.both).mul_(decay)
     reads.baddbmm_(rows, initial)
     return reads.view_as(tokens.both)
 
@@ -138,12 +144,14 @@ def _right_side(tokens: Tokens, values: Tensor, reads_of_keys: Tensor, current: 
     right = reads_of_keys - values
     if not shape.projected:
         return right
-    others = torch.bmm(tokens.keys, current[..., shape.others])
-    others.mul_(tokens.from_start)
+    projecting = current[..., shape.others]
+    right_of_projecting = torch.bmm(tokens.keys, projecting)
+    right_of_projecting.mul_(tokens.from_start)
     # their initial weights are the identity
-    targets = (tokens.keys - values).unsqueeze(2)
-    others.unflatten(-1, (-1, shape.width)).add_(targets)
-    return torch.cat([others, right], dim=-1)
+    initial_right = (tokens.keys - values).unsqueeze(2)
+    by_memory = right_of_projecting.unflatten(-1, (-1, shape.width))
+    by_memory.add_(initial_right)
+    return torch.cat([right_of_projecting, right], dim=-1)
 
 
 class _Scan(torch.autograd.Function):
@@ -173,7 +181,8 @@ class _Scan(torch.autograd.Function):
             ctx.spans = spans
             ctx.shape = shape
             ctx.shared = shared
-            ctx.save_for_backward(*tensors, state.current if need_state else None, *to_save)
+            current_after = state.current if need_state else None
+            ctx.save_for_backward(*tensors, current_after, *to_save)
             ctx.set_materialize_grads(False)
         if not need_state:
             return reads, None, None, None
@@ -256,10 +265,18 @@ def scan_fused(
     start = chunk_start[0] if chunk_start else current
     # `needs_input_grad` is true for leaves even under `no_grad`
     has_backward = torch.is_grad_enabled()
-    options = spans, memories.projected, memories.rate_factors, need_state, recompute, has_backward
     weights = Weights(memories.conv_weights, memories.initial, memories.value_share)
-    state = State(current, start, tail)
-    reads, current, start, tail = _Scan.apply(*options, *inputs, *weights, *state)
+    reads, current, start, tail = _Scan.apply(
+        spans,
+        memories.projected,
+        memories.rate_factors,
+        need_state,
+        recompute,
+        has_backward,
+        *inputs,
+        *weights,
+        *State(current, start, tail),
+    )
     if not need_state:
         return reads, None
     chunk_start = (start,) if chunk_start else ()

@@ -136,11 +136,9 @@ def step_token(
     rows, _, columns = raw.shape
     width = columns // 3
     for index, name in enumerate(memories.projected):
-        first = "kvq".index(name) * width
-        stream = raw[..., first : first + width]
-        first = index * width
-        of_memory = chunk_start[0][..., first : first + width]
-        stream += torch.bmm(stream, of_memory)
+        stream = _columns(raw, "kvq".index(name), width)
+        deviation = _columns(chunk_start[0], index, width)
+        stream += torch.bmm(stream, deviation)
     padded = torch.cat([tail, raw], dim=1)
     mixed = _convolved(padded, raw, memories.conv_weights, span)
     # keys, values and queries
@@ -153,14 +151,21 @@ def step_token(
         value = value * gates.value_norm
     # k W_0 and q W_0
     initial_reads = torch.bmm(units, memories.initial)
+    initial_of_key, _, initial_of_query = initial_reads.split(1, dim=1)
     decayed = current * gates.retention
-    errors = _errors(key, value, decayed, initial_reads[:, :1], memories)
+    errors = _errors(key, value, decayed, initial_of_key, memories)
     current = decayed.addcmul_(key.mT, errors.mul_(gates.rate))
     content = current[..., -width:]
-    reads = torch.baddbmm(initial_reads[:, 2:], query, content)
+    reads = torch.baddbmm(initial_of_query, query, content)
     reads.addcmul_(gates.own_share, value)
     tail = tail_after(padded, tail, span)
     return reads, close_span(state, span, (current,), tail)
+
+
+def _columns(x: Tensor, index: int, width: int) -> Tensor:
+    """The columns of one of several parts of that width, which lie side by side in `x` [..., parts width]."""
+    first = index * width
+    return x[..., first : first + width]
 
 
 def _convolved(padded: Tensor, raw: Tensor, conv_weights: Tensor, span: ChunkSpan) -> Tensor:
@@ -191,9 +196,8 @@ def _errors(key: Tensor, value: Tensor, decayed: Tensor, initial_read: Tensor, m
     errors[..., -width:].sub_(initial_read)
     # the memories that project begin at the identity
     for index, factor in enumerate(factors[:-1]):
-        first = index * width
-        of_memory = errors[..., first : first + width]
-        of_memory.sub_(key).mul_(factor)
+        errors_of_memory = _columns(errors, index, width)
+        errors_of_memory.sub_(key).mul_(factor)
     return errors
 
 
@@ -212,12 +216,15 @@ class _GateWeights(NamedTuple):
     @classmethod
     def of(cls, gates: nn.Module, most: float, dtype: torch.dtype) -> "_GateWeights":
         """The weights of `MemoryGates`, whose largest learning rate is `most`."""
-        rows = [_gate_row(gates.learning_rate_bias, dtype, scale=most)]
-        rows.append(_gate_row(gates.dt_bias, dtype, sign=-1))
+        rate = _gate_row(gates.learning_rate_bias, dtype, scale=most)
+        retention = _gate_row(gates.dt_bias, dtype, sign=-1)
+        rows = [rate, retention]
         if gates.value_bias is not None:
-            rows.append(_gate_row(gates.value_bias, dtype, scale=2))
+            value_norm = _gate_row(gates.value_bias, dtype, scale=2)
+            rows.append(value_norm)
         if gates.erase_bias is not None:
-            rows.append(_gate_row(gates.erase_bias, dtype, scale=1 - LEAST_ERASED, lowest=LEAST_ERASED))
+            erased = _gate_row(gates.erase_bias, dtype, scale=1 - LEAST_ERASED, lowest=LEAST_ERASED)
+            rows.append(erased)
         sign, bias, scale, lowest = torch.cat(rows, dim=1).unbind()
         decay_rate = gates.A_log.to(dtype).exp()
         return cls(sign, bias, scale, lowest, power=decay_rate.view(-1, 1, 1))
@@ -228,6 +235,15 @@ def _gate_row(bias: Tensor, dtype: torch.dtype, sign: float = 1, scale: float = 
     bias = bias.to(dtype)
     ones = torch.ones_like(bias)
     return torch.stack([sign * ones, sign * bias, scale * ones, lowest * ones])
+
+
+def _side_by_side(weights: list[Tensor], heads: int, width: int) -> Tensor:
+    """Weights [K, H, 1, 3 D] of the convolutions of k, v and q [H D, 1, K] each; those of a head lie together."""
+    # [3, H, D, K] to [H, K, 3, D]
+    by_stream = torch.cat(weights).view(3, heads, width, -1)
+    by_head = by_stream.permute(1, 3, 0, 2)
+    by_head = by_head.reshape(heads, -1, 3 * width)
+    return by_head.transpose(0, 1).unsqueeze(2)
 
 
 class _TokenMemory(NamedTuple):
@@ -262,11 +278,8 @@ class _TokenMemory(NamedTuple):
         dtype = torch.promote_types(low, torch.float32)
         (initial,) = mixer.initial_memory(dtype)
         heads, width, _ = initial.shape
-        # [3 H D, 1, K] to [H, K, 3 D], and views of that
-        conv_weights = torch.cat([part.weight.to(dtype) for part in convolutions])
-        conv_weights = conv_weights.view(3, heads, width, -1).permute(1, 3, 0, 2)
-        conv_weights = conv_weights.reshape(heads, -1, 3 * width)
-        conv_weights = conv_weights.transpose(0, 1).unsqueeze(2)
+        weights_of_streams = [convolution.weight.to(dtype) for convolution in convolutions]
+        conv_weights = _side_by_side(weights_of_streams, heads, width)
         value_share = mixer.value_share(dtype).view(heads, 1, 1)
         memories = DeltaMemories(conv_weights, mixer.projected, initial, value_share, mixer.rate_factors)
         linear = mixer.gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj
@@ -281,7 +294,7 @@ class _TokenMemory(NamedTuple):
             least=initial.new_tensor(NORM_EPSILON**0.5),
         )
 
-    def of_rows(self, rows: int) -> "_TokenMemory":
+    def for_rows(self, rows: int) -> "_TokenMemory":
         """The same for several rows."""
         memories = self.memories
         memories = memories._replace(
@@ -302,12 +315,13 @@ class _TokenMemory(NamedTuple):
         """
         (current,), chunk_start, tail = state
         rows, heads, _, columns = tail.shape
-        weights = self if rows == 1 else self.of_rows(rows)
+        weights = self if rows == 1 else self.for_rows(rows)
         residual = hidden_states.squeeze(1)
         normed = self.norm(residual)
         logits, *streams, gate = [apply(normed) for apply in self.maps]
-        shape = rows * heads, 1, columns // 3
-        raw = torch.cat([stream.reshape(shape) for stream in streams], dim=-1)
+        shape_of_stream = rows * heads, 1, columns // 3
+        by_head = [stream.reshape(shape_of_stream) for stream in streams]
+        raw = torch.cat(by_head, dim=-1)
         if raw.dtype != tail.dtype:
             raw = raw.to(tail.dtype)
         gates = weights.token_gates(logits.to(tail.dtype), rows, plan)
@@ -317,11 +331,13 @@ class _TokenMemory(NamedTuple):
         normed_reads = self.norm_of_reads(reads).view(rows, -1)
         gated = normed_reads.to(gate.dtype) * F.silu(gate)
         # `view`: torch's `unflatten` is a Python function, which costs a token microseconds
-        shape = current.shape
+        shape_of_deviation = current.shape
         (current,) = after.current
-        chunk_start = tuple(part.view(shape) for part in after.chunk_start)
-        after = ScanState((current.view(shape),), chunk_start, after.conv_tail.view(tail.shape))
-        return self.residual(residual, gated).unsqueeze(1), after
+        current = current.view(shape_of_deviation)
+        chunk_start = tuple(part.view(shape_of_deviation) for part in after.chunk_start)
+        conv_tail = after.conv_tail.view(tail.shape)
+        hidden_states = self.residual(residual, gated)
+        return hidden_states.unsqueeze(1), ScanState((current,), chunk_start, conv_tail)
 
     def token_gates(self, logits: Tensor, rows: int, plan: ChunkPlan) -> TokenGates:
         """The gates of a token, from their logits [B, gates H]; `self` is that of all rows."""
@@ -332,14 +348,14 @@ class _TokenMemory(NamedTuple):
         heads = rows_times_heads // rows
         if rows > 1:
             values = values.view(rows, -1, heads).transpose(0, 1)
-        rate, retention, *more = values.reshape(-1, rows_times_heads, 1, 1).unbind(0)
+        rate, retention, *others = values.reshape(-1, rows_times_heads, 1, 1).unbind(0)
         retention = retention.pow(weights.power)
-        norm = more[0] if more else None
+        value_norm = others[0] if others else None
         own_share = self.memories.value_share
-        if len(more) == 2:
-            erased = more[1]
+        if len(others) == 2:
+            erased = others[1]
             rate = rate * erased
-            norm = norm / erased
+            value_norm = value_norm / erased
             own_share = own_share * erased
         if plan.valid is not None:
             valid = plan.valid.expand(rows, heads).reshape(rows_times_heads, 1, 1)
@@ -348,7 +364,7 @@ class _TokenMemory(NamedTuple):
         if plan.is_frozen:
             rate = torch.zeros_like(rate)
             retention = torch.ones_like(retention)
-        return TokenGates(rate, retention, norm, own_share)
+        return TokenGates(rate, retention, value_norm, own_share)
 
 
 class _TokenLevel(NamedTuple):
@@ -450,7 +466,7 @@ class TokenWeights:
 # Of each block until it reads more than a token, or a text begins (see `forget_text`): writes to a parameter's
 # `.data`, which often put averaged weights in place, change neither version nor address. No part of modules, which are
 # copied and saved.
-_KEPT: WeakKeyDictionary[nn.Module, TokenWeights] = WeakKeyDictionary()
+_WEIGHTS: WeakKeyDictionary[nn.Module, TokenWeights] = WeakKeyDictionary()
 
 
 def forget_text(blocks: Iterable[nn.Module], cache: Cache | None) -> None:
@@ -461,7 +477,7 @@ def forget_text(blocks: Iterable[nn.Module], cache: Cache | None) -> None:
     # The count of a cache of fixed length lies on the device, and reading it would make every token wait.
     if isinstance(columns, int) and columns == 0:
         for block in blocks:
-            _KEPT.pop(block, None)
+            _WEIGHTS.pop(block, None)
 
 
 def fast_token_paths(
@@ -474,24 +490,21 @@ def fast_token_paths(
     if torch.compiler.is_compiling():
         return None, None
     if hidden_states.shape[1] != 1 or torch.is_grad_enabled():
-        _KEPT.pop(block, None)
+        _WEIGHTS.pop(block, None)
+        return None, None
+    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
         return None, None
     # fake tensors and the like must not be kept, and autocast gives sums another dtype
-    if (
-        modules._global_forward_hooks
-        or modules._global_forward_pre_hooks
-        or type(hidden_states) is not Tensor
-        or torch.is_autocast_enabled(hidden_states.device.type)
-    ):
+    if type(hidden_states) is not Tensor or torch.is_autocast_enabled(hidden_states.device.type):
         return None, None
     mixer = block.mixer
     dtype = hidden_states.dtype
     largest_rate = None
     if _is_of_class(mixer, "SelfModifyingTitans"):
         largest_rate = mixer.config.memory_learning_rate_max
-    weights = _KEPT.get(block)
+    weights = _WEIGHTS.get(block)
     if weights is None or not weights.is_current(dtype, largest_rate):
-        weights = _KEPT[block] = TokenWeights(block, dtype, largest_rate)
+        weights = _WEIGHTS[block] = TokenWeights(block, dtype, largest_rate)
     if state is None or weights.memory is None or runs_plain(mixer.kernels):
         return None, weights.levels
     return weights.memory, weights.levels

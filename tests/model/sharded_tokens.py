@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
-from hope_hf.fast.one_token import _KEPT
+from hope_hf.fast.one_token import _WEIGHTS
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
@@ -37,6 +37,6 @@ with torch.no_grad():
         for shard, parameter in zip(sharded.parameters(), whole.parameters(), strict=True):
             shard.to_local().mul_(1.1)
             parameter.mul_(1.1)
-assert all(_KEPT[block].memory and _KEPT[block].levels for block in sharded.model.layers)
+assert all(_WEIGHTS[block].memory and _WEIGHTS[block].levels for block in sharded.model.layers)
 dist.barrier()
 dist.destroy_process_group()

@@ -57,7 +57,7 @@ def test_a_copy_takes_fast_paths_where_its_code_is_the_packages(tiny_model, code
     assert copied.FAST is not backends.FAST and copied.FAST == backends.FAST
     theirs = code_copy.HopeForCausalLM(code_copy.HopeConfig(**tiny_model().config.to_diff_dict()))
     theirs.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, do_sample=False)
-    assert one_token._KEPT[theirs.model.layers[0]].memory is not None
+    assert one_token._WEIGHTS[theirs.model.layers[0]].memory is not None
     with open(tmp_path / "code_copy" / "memory_delta.py", "a") as file:
         file.write("# changed\n")
     copied.FAST.clear()

@@ -114,7 +114,7 @@ def test_int8_weights_are_read_as_in_a_text():
     found = read(model, text.split([5] + [1] * 9, dim=1))
     expected = read(twin(model), [text])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    kept = one_token._KEPT[model.model.layers[0]]
+    kept = one_token._WEIGHTS[model.model.layers[0]]
     assert kept.memory is not None and kept.levels is not None
 
 
@@ -231,7 +231,7 @@ def test_writes_to_data_count_from_the_next_text_on():
 
 def kept_of(model):
     """References to what is kept of each block's mixer."""
-    return [weakref.ref(one_token._KEPT[block].memory.power) for block in model.model.layers]
+    return [weakref.ref(one_token._WEIGHTS[block].memory.power) for block in model.model.layers]
 
 
 def test_what_is_kept_is_no_part_of_the_model_and_ends_with_it_or_with_the_text():
@@ -240,7 +240,7 @@ def test_what_is_kept_is_no_part_of_the_model_and_ends_with_it_or_with_the_text(
     read(model, text.split(1, dim=1))
     kept = kept_of(model)
     assert len(pickle.dumps(model)) == size
-    assert not any(block in one_token._KEPT for block in copy.deepcopy(model).model.layers)
+    assert not any(block in one_token._WEIGHTS for block in copy.deepcopy(model).model.layers)
     read(model, [text])
     assert [reference() for reference in kept] == [None, None]
     read(model, text.split(1, dim=1))
