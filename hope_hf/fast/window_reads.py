@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..model.streams import Streams
+from ..model.streams import Streams, take
 from ..model.window_attention import Band, read_band
 
 
@@ -68,10 +68,10 @@ def _add_gradients(
     _, _, keys, values = streams
     window = band.window_keys
     sinks = band.sinks
-    seen_values = _at(values, window)
+    seen_values = take(values, window)
     number_of_sinks = 0
     if sinks is not None:
-        sink_values = _at(values, sinks)
+        sink_values = take(values, sinks)
         seen_values = torch.cat([sink_values, seen_values], dim=2)
         # a short text has fewer
         number_of_sinks = sink_values.shape[2]
@@ -83,32 +83,27 @@ def _add_gradients(
     grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
     # Sinks may be in the window, too: products are added in autograd's order.
     if sinks is not None:
-        grad_sink_scores = _at(grad_scores, sinks)
-        sink_keys = _at(keys, sinks)
+        grad_sink_scores = take(grad_scores, sinks)
+        sink_keys = take(keys, sinks)
         sink_queries = _asked(streams.sink_queries, band, keys)
         _set_queries(gradients.sink_queries, band, grad_sink_scores, sink_keys)
         _add_to_keys(gradients.keys, grad_sink_scores, sink_queries, 0, constant)
-    grad_window_scores = _at(grad_scores, window_columns)
-    window_weights = _at(weights, window_columns)
-    window_keys = _at(keys, window)
+    grad_window_scores = take(grad_scores, window_columns)
+    window_weights = take(weights, window_columns)
+    window_keys = take(keys, window)
     queries = _asked(streams.queries, band, keys)
     _set_queries(gradients.queries, band, grad_window_scores, window_keys)
     _add_to_keys(gradients.keys, grad_window_scores, queries, window.start, constant)
     _add_to_keys(gradients.values, window_weights, grad_band, window.start, constant)
     if sinks is not None:
-        sink_weights = _at(weights, sinks)
+        sink_weights = take(weights, sinks)
         _add_to_keys(gradients.values, sink_weights, grad_band, 0, constant)
-
-
-def _at(x: Tensor, index: slice) -> Tensor:
-    """Some keys of [B, H, M, D] or of [B H, G q, k]."""
-    return x[:, :, index]
 
 
 def _asked(x: Tensor, band: Band, keys: Tensor) -> Tensor:
     """A band's part of [B, heads, T, D], in the order of the heads of keys [B H, G q, D]."""
     rows, key_heads, _, width = keys.shape
-    asked = x[:, :, band.start : band.stop]
+    asked = take(x, band.queries)
     return asked.reshape(rows * key_heads, -1, width)
 
 
@@ -116,7 +111,7 @@ def _set_queries(gradient: Tensor, band: Band, grad_scores: Tensor, keys: Tensor
     """Write a band's part of a gradient [B, heads, T, D], from that of scores [B H, G q, k] of keys [B, H, k, D]."""
     keys_of_heads = keys.flatten(0, 1)
     products = torch.bmm(grad_scores, keys_of_heads)
-    asked = gradient[:, :, band.start : band.stop]
+    asked = take(gradient, band.queries)
     asked.copy_(products.view_as(asked))
 
 

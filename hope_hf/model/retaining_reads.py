@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .chunks import TokenPlan, beside, plan_again
 from .opaque import Tensors, call, named_tuple, register, seeded
 from .retaining_plan import Band, RetainingPlan, Sizes, plan_retaining
-from .streams import Streams, bias_of, scores_of, take, to_slots, with_token
+from .streams import Streams, bias_of, scores_of, take, to_slots, to_tokens, with_token
 
 
 class Retained(NamedTuple):
@@ -110,13 +110,14 @@ def read_retaining(
         counts: tokens that each head retains [H].
         dropout: share of the weights that are set to 0.
     """
+    streams = streams.in_slots(plan)
     entries = torch.cat([streams.keys, streams.values], dim=-1)
-    offered = Entries(to_slots(plan, entries), to_slots(plan, scores))
+    offered = Entries(entries, to_slots(plan, scores))
     # so that no band copies its queries, and those of sinks again
-    queries = to_slots(plan, streams.queries).contiguous()
+    queries = streams.queries.contiguous()
     sink_queries = queries
     if streams.sink_queries is not None:
-        sink_queries = to_slots(plan, streams.sink_queries).contiguous()
+        sink_queries = streams.sink_queries.contiguous()
     keys = _keys_of_call(offered, state, plan, sizes)
     if state is None:
         sinks = _empty_sinks(offered, sizes)
@@ -143,9 +144,7 @@ def read_retaining(
         if band.ends is not False and (need_state or not is_last):
             retained = _end_block(band, keys, retained, counts)
     reads = torch.cat(reads, dim=2)
-    if plan.slot_of_token is not None:
-        by_slot = reads.transpose(1, 2)
-        reads = plan.to_tokens(by_slot).transpose(1, 2)
+    reads = to_tokens(plan, reads)
     if not need_state:
         return reads, None
     window_after = keys if plan.window_after is None else keys.take(plan.window_after)

@@ -28,6 +28,10 @@ class Streams(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    def in_slots(self, plan: SlotPlan) -> "Streams":
+        """The same in the slots of the call [B, heads, S, D]."""
+        return Streams(*(to_slots(plan, stream) for stream in self))
+
 
 def angles_at(rotary: nn.Module, hidden_states: Tensor, position: Tensor) -> Angles:
     """The angles of positions [B or 1, T], in the dtype of hidden states."""
@@ -47,12 +51,12 @@ def make_streams(
     dtype = values.dtype
     queries = queries * mixer.scaling
     turned = rotate_half(queries)
-    rotated = _rotate(queries, turned, angles).to(dtype)
     sink_queries = None
     if sink_angles is not None:
         sink_queries = _rotate(queries, turned, sink_angles).to(dtype)
-    rotated_keys = _rotate(keys, rotate_half(keys), angles).to(dtype)
-    return Streams(rotated, sink_queries, rotated_keys, values)
+    queries = _rotate(queries, turned, angles).to(dtype)
+    keys = _rotate(keys, rotate_half(keys), angles).to(dtype)
+    return Streams(queries, sink_queries, keys, values)
 
 
 def _rotate(x: Tensor, turned: Tensor, angles: Angles) -> Tensor:
@@ -68,7 +72,8 @@ def take(x: Tensor, index: slice | Tensor) -> Tensor:
     if index.ndim == 1:
         return x.index_select(2, index)
     _, heads, _, width = x.shape
-    index = index[:, None, :, None].expand(-1, heads, -1, width)
+    index = index[:, None, :, None]
+    index = index.expand(-1, heads, -1, width)
     return x.gather(2, index)
 
 
@@ -102,6 +107,14 @@ def to_slots(plan: SlotPlan, x: Tensor | None) -> Tensor | None:
     return plan.to_slots(by_token).transpose(1, 2)
 
 
+def to_tokens(plan: SlotPlan, x: Tensor) -> Tensor:
+    """[B, heads, S, X] -> [B, heads, T, X]."""
+    if plan.slot_of_token is None:
+        return x
+    by_slot = x.transpose(1, 2)
+    return plan.to_tokens(by_slot).transpose(1, 2)
+
+
 def with_token(slots: Tensor, new: Tensor, slot: int | Tensor, valid: Tensor | None) -> Tensor:
     """A copy of a state's slots [B, H, s, X] with a token [B, H, 1, X] in its slot, of all rows or [B].
 
@@ -111,5 +124,6 @@ def with_token(slots: Tensor, new: Tensor, slot: int | Tensor, valid: Tensor | N
         return slots.slice_scatter(new, 2, slot, slot + 1)
     index = slot[:, None, None, None].expand_as(new)
     is_real = valid[:, None, None]
-    written = torch.where(is_real, new, slots.gather(2, index))
+    before = slots.gather(2, index)
+    written = torch.where(is_real, new, before)
     return slots.scatter(2, index, written)

@@ -21,7 +21,7 @@ from .attention import HopeAttention, rotary_reach
 from .backends import asked_kernels, fast_path
 from .chunks import Past, SlotPlan, TokenPlan, plan_again, plan_slots
 from .opaque import Tensors, call, named_tuple, register, seeded
-from .streams import Angles, Streams, angles_at, bias_of, make_streams, scores_of, take, to_slots, with_token
+from .streams import Angles, Streams, angles_at, bias_of, make_streams, scores_of, take, to_tokens, with_token
 
 # Queries that are computed together: more of them compute more scores that no query sees, fewer take more operations.
 _BAND = 128
@@ -39,14 +39,15 @@ class WindowState(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Consecutive queries of a call, and the keys that they see, as indices into the M keys of the call."""
+    """Consecutive queries of a call, and the keys that they see."""
 
-    start: int
-    stop: int
-    # the same for all rows or [B, k]; `None` if no query sees a sink
+    # slots of the call
+    queries: slice
+    # of the M keys: the same sinks for all rows or [B, k]; `None` if no query sees one
     sinks: slice | Tensor | None
+    # of the M keys
     window_keys: slice
-    # added to the scores [1 or B, 1, 1, stop - start, keys], the sinks' first: -inf where a query does not see a key;
+    # added to scores of sinks, then of the window [1 or B, 1, 1, q, keys]: -inf where a query does not see a key;
     # `None` if all see all
     bias: Tensor | None
 
@@ -115,7 +116,8 @@ def _plan_token(
             filled = plan.seen_before + 1
             sink_slots = None
             window_slots = slice(filled)
-    plan.bands = (Band(0, 1, sink_slots, window_slots, bias),)
+    band = Band(slice(0, 1), sink_slots, window_slots, bias)
+    plan.bands = (band,)
 
 
 class _EarlierKeys(NamedTuple):
@@ -226,7 +228,8 @@ def _plan_bands(
             hidden = _hidden_keys(query_position, start, first, window, visible_sink)
             biases[layout] = bias_of(hidden, dtype)
         window_keys = slice(first_own_key + first, first_own_key + stop)
-        bands.append(Band(start, stop, sink_keys, window_keys, biases[layout]))
+        band = Band(slice(start, stop), sink_keys, window_keys, biases[layout])
+        bands.append(band)
     return bands
 
 
@@ -298,8 +301,7 @@ def read_window(
         dropout: share of the weights that are set to 0.
         read_fast: the fast path `window_reads`.
     """
-    if plan.token_of_slot is not None:
-        streams = Streams(*(to_slots(plan, stream) for stream in streams))
+    streams = streams.in_slots(plan)
     keys = streams.keys
     values = streams.values
     ring_keys = ring_values = None
@@ -333,9 +335,7 @@ def read_window(
         reads = reads_of_bands[0]
         if len(reads_of_bands) > 1:
             reads = torch.cat(reads_of_bands, dim=2)
-    if plan.slot_of_token is not None:
-        by_slot = reads.transpose(1, 2)
-        reads = plan.to_tokens(by_slot).transpose(1, 2)
+    reads = to_tokens(plan, reads)
     if not need_state:
         return reads, None
     if plan.kept_keys is not None:
@@ -356,13 +356,12 @@ def read_band(
     The weights [B H, heads / H q, k] are of the keys that the band sees, the sinks' first.
     """
     rows, key_heads, _, width = keys.shape
-    asking = slice(band.start, band.stop)
-    number = band.stop - band.start
-    queries = streams.queries[:, :, asking]
-    window_keys = keys[:, :, band.window_keys]
+    queries = take(streams.queries, band.queries)
+    number = queries.shape[2]
+    window_keys = take(keys, band.window_keys)
     scores = scores_of(queries, window_keys)
     if band.sinks is not None:
-        sink_queries = streams.sink_queries[:, :, asking]
+        sink_queries = take(streams.sink_queries, band.queries)
         sink_keys = take(keys, band.sinks)
         sink_scores = scores_of(sink_queries, sink_keys)
         scores = torch.cat([sink_scores, scores], dim=2)
@@ -390,12 +389,13 @@ def _read_values(weights: Tensor, values: Tensor, band: Band) -> Tensor:
         window_keys = slice(window_keys.stop)
     elif band.sinks is not None:
         sink_values = take(values, band.sinks).flatten(0, 1)
-    window_values = values[:, :, window_keys].flatten(0, 1)
+    window_values = take(values, window_keys).flatten(0, 1)
     if sink_values is None:
         return torch.bmm(weights, window_values)
-    number = sink_values.shape[1]
-    sink_reads = torch.bmm(weights[:, :, :number], sink_values)
-    window_reads = torch.bmm(weights[:, :, number:], window_values)
+    sinks = sink_values.shape[1]
+    sink_weights, window_weights = weights.tensor_split([sinks], dim=2)
+    sink_reads = torch.bmm(sink_weights, sink_values)
+    window_reads = torch.bmm(window_weights, window_values)
     return sink_reads + window_reads
 
 
