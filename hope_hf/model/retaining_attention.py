@@ -196,8 +196,9 @@ class HopeRetainingAttention(HopeAttention):
 
     @staticmethod
     def mixing_flops(config: PreTrainedConfig, sequence_length: int) -> int:
-        """4 per channel for every key that a query sees: window, sinks, and retained tokens."""
-        most = config.sliding_window + config.attention_sinks + _mean_retained(config)
+        """4 per channel for every key that a query sees: window, half a block, sinks, and retained tokens."""
+        window = config.sliding_window + (config.retained_block_size - 1) / 2
+        most = window + config.attention_sinks + _mean_retained(config)
         most = min(most, sequence_length)
         keys = most - most**2 / (2 * sequence_length)
         channels = config.num_attention_heads * config.head_dim
