@@ -18,7 +18,7 @@ from datasets import Dataset, config
 from hope_hf.common.process import warn_once
 
 # Increase it when the same files would be read as other texts.
-_VERSION = 2
+_VERSION = 3
 # Errors of a folder that cannot be written.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _SCHEMA = pa.schema([("text", pa.string())])
@@ -116,10 +116,13 @@ def plain_name(name: str) -> str:
     files = [path] if is_file else files_under(path)
     if not any(map(_SPECIAL.search, [path, *files])):
         return name
-    links = {}
-    for file in files:
-        link = _SPECIAL.sub("_", os.path.relpath(file, folder))
-        links[link] = file
+    names = {file: os.path.relpath(file, folder) for file in files}
+    links = {name: file for file, name in names.items() if not _SPECIAL.search(name)}
+    for file, name in names.items():
+        replacement = "_"
+        while links.setdefault(_SPECIAL.sub(replacement, name), file) != file:
+            # Another file has this name.
+            replacement += "_"
     link_folder = writable_cache() / "hope_hf" / f"links-{_hash(sorted(links.items()))}"
     if not link_folder.exists():
         with cache_errors():
@@ -132,7 +135,14 @@ def plain_name(name: str) -> str:
 def files_under(folder: str) -> list[str]:
     """The paths of all files in a folder, sorted; hidden files are not part of a data set."""
     paths = []
-    for parent, folders, names in os.walk(folder):
+    walked = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in walked:
+            # A link that leads back.
+            folders.clear()
+            continue
+        walked.add(real)
         folders[:] = filterfalse(_is_hidden, folders)
         for name in filterfalse(_is_hidden, names):
             paths.append(os.path.join(parent, name))

@@ -28,6 +28,8 @@ def csv_columns(stream: BinaryIO, delimiter: str) -> Columns:
     # a comma in a .csv file's only name is one in quotes
     if re.search(_NO_COLUMNS[delimiter], only):
         raise ValueError(f"its only column is {only!r}, so separate columns by commas in .csv and by tabs in .tsv")
+    if any("\0" in name for name in schema.names):
+        raise ValueError("the names of its columns hold NUL characters, as UTF-16 does, so convert it to UTF-8")
     texts = [field.name for field in schema if pa.types.is_string(field.type)]
     return Columns(schema.names, schema.names, texts)
 

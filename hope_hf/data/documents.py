@@ -16,12 +16,13 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError, SplitsVerificationError
 
 from hope_hf.common.flags import is_hub_name, is_missing, shown_names
-from hope_hf.common.process import first_line
+from hope_hf.common.process import first_line, warn_once
 
 from .cache import DISK_ERRORS, cache_for, files_under, plain_name, writable_cache
 from .chat_template import ChatTemplate
 from .config import DataConfig
-from .file_names import find_files
+from .file_kinds import kind_of
+from .file_names import find_files, named_files
 from .files import chat_column, load_files, read_stream, text_column
 from .saved_folder import is_saved, load_saved
 
@@ -130,6 +131,8 @@ def open_sources(config: DataConfig, template: ChatTemplate | None = None) -> So
     if config.validation_file:
         held, _ = _load(config.validation_file, "--validation_file", config, template, split="validation")
         description += f", validation {shown_names(config.validation_file)}"
+        if config.train_file:
+            _warn_of_shared_files(config)
     if isinstance(train, IterableDataset):
         train, held = _split_stream(train, held, config)
     elif held is None:
@@ -157,6 +160,13 @@ def _load(
     return documents, f"{description} ({len(files)} files)" if len(files) > 1 else description
 
 
+def _warn_of_shared_files(config: DataConfig) -> None:
+    trained_on = set(map(os.path.realpath, named_files(config.train_file, "--train_file")))
+    for path in named_files(config.validation_file, "--validation_file", "validation"):
+        if os.path.realpath(path) in trained_on:
+            warn_once(f"--validation_file {path} is also read by --train_file: the model is trained on it.")
+
+
 def training_source(config: DataConfig) -> str:
     """Flag and value that name the training text, for error messages."""
     return f"{_flag(config)} {config.dataset_name or shown_names(config.train_file)}"
@@ -182,12 +192,32 @@ def load_data_set(source: str, name: str, config_name: str | None, split: str | 
         raise ValueError(f"{' '.join(source.split())} is neither a folder nor a data set's name on the Hub: check it.")
     writable_cache()
     if os.path.isdir(name):
-        options["cache_dir"] = cache_for(files_under(name))
+        files = files_under(name)
+        _warn_of_kinds(files, source)
+        options["cache_dir"] = cache_for(files)
         name = plain_name(name)
     try:
         return load_dataset(name, config_name, split=split, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise ValueError(f"{source} {_reason_and_fix(error)}") from error
+
+
+def _warn_of_kinds(files: list[str], source: str) -> None:
+    """Warn of what `datasets` makes of a folder that does not say how it is read."""
+    kinds = {}
+    for file in files:
+        name = os.path.basename(file)
+        if name == "README.md" and "configs:" in Path(file).read_text("utf-8", errors="replace"):
+            return
+        if kind_of(file) is not None and not name.startswith("dataset_info"):
+            kinds[kind_of(file)] = name
+    if list(kinds) == ["text"]:
+        warn_once(f"{source}: each line of {kinds['text']} is a document; for one a file name it with --train_file.")
+    # A licence is a .txt, too.
+    kinds.pop("text", None)
+    if len(kinds) > 1:
+        names = " and ".join(kinds.values())
+        warn_once(f"{source} holds files of several kinds, such as {names}, and one kind is read: name files instead.")
 
 
 def _reason_and_fix(error: Exception) -> str:

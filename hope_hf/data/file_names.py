@@ -17,6 +17,8 @@ from .saved_folder import is_saved, saved_files
 def find_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
     """The files that paths and glob patterns name, each once, the matches of a pattern sorted and all of one kind.
 
+    A link to a file is that file: it is read once, by the name that comes first.
+
     A name that exists is no pattern, whatever characters it has; nor are existing folders at its beginning. A folder
     must come from `Dataset.save_to_disk`; `split` is read if it has splits. Files without rows among others are left
     out, with a warning. Raises ValueError naming `flag` and file.
@@ -44,10 +46,29 @@ def find_files(names: str | list[str], flag: str, split: str = "train") -> list[
 
 def named_files(names: str | list[str], flag: str, split: str = "train") -> list[str]:
     """The files of `find_files`, also those without rows: none is opened."""
-    paths = []
+    names_of_files = {}
+    again = []
     for name in as_list(names):
-        paths += _expand(name, flag, split)
-    return list(dict.fromkeys(paths))
+        for path in _expand(name, flag, split):
+            file = os.path.realpath(path)
+            first = names_of_files.setdefault(file, path)
+            if os.path.abspath(first) != os.path.abspath(path):
+                again.append(f"{path} is the file {first} by another name")
+    if again:
+        more = f" (and {len(again) - 1:,} more such names)" if len(again) > 1 else ""
+        warn_once(f"{flag}: {again[0]}, and is read once{more}.")
+    paths = list(names_of_files.values())
+    _warn_of_packed_copies(paths, flag)
+    return paths
+
+
+def _warn_of_packed_copies(paths: list[str], flag: str) -> None:
+    unpacked = set(paths)
+    for path in paths:
+        stem, ending = os.path.splitext(path)
+        if ending.lower() in CODECS and stem in unpacked:
+            warn_once(f"{flag}: {stem} and {path} are both read: leave one out if they hold the same text.")
+            return
 
 
 def size_of_files(names: str | list[str], flag: str) -> int:

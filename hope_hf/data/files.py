@@ -176,6 +176,13 @@ def choose_column(columns: Columns, source: str, column: str | None = None) -> s
 
     Raises ValueError naming `source` if there is no such column, or more than one.
     """
+    chosen = _only_column(columns, source, column)
+    if columns.names.count(chosen) > 1:
+        raise ValueError(f"{source} has several columns {chosen!r}: give each a name of its own.")
+    return chosen
+
+
+def _only_column(columns: Columns, source: str, column: str | None) -> str:
     names = ", ".join(sorted(columns.names))
     if column is not None:
         if column not in columns.strings:

@@ -1,4 +1,4 @@
-"""The rows of a JSON file: objects one after another, a list of objects or strings, or columns as pandas writes them.
+"""The rows of a JSON file: objects one after another, a list of objects or strings, or what pandas makes of columns.
 
 Objects are read a line at a time, those that take several lines one at a time; lists and columns are read as a whole.
 """
@@ -95,9 +95,13 @@ def _values(lines: Iterator[bytes], skip: bool) -> Iterator[object]:
     values = _values_of_several_lines(lines) if takes_several_lines else _values_of_lines(lines, skip)
     first = next(values, _END)
     second = next(values, _END)
-    columns = _rows_of_columns(first) if second is _END else None
-    if columns is not None:
-        yield from columns
+    table = None
+    if second is _END and isinstance(first, dict):
+        table = _rows_of_split(first)
+        if table is None:
+            table = _rows_of_columns(first)
+    if table is not None:
+        yield from table
         return
     for value in chain([first, second], values):
         if value is not _END:
@@ -176,9 +180,21 @@ def _decoded(text: str) -> list:
     return values
 
 
-def _rows_of_columns(value: object) -> list[dict] | None:
+def _rows_of_split(value: dict) -> list[dict] | None:
+    """The rows of {"columns": ["text"], "data": [["first"], ["second"]]}, pandas' form `split`; None for others."""
+    if not {"columns", "data"} <= value.keys() <= {"columns", "index", "data"}:
+        return None
+    names, rows = value["columns"], value["data"]
+    if not isinstance(names, list) or not isinstance(rows, list):
+        return None
+    if not all(isinstance(row, list) and len(row) == len(names) for row in rows):
+        return None
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _rows_of_columns(value: dict) -> list[dict] | None:
     """The rows of {"text": {"0": "first", "1": "second"}} or {"text": ["first", "second"]}; None for a row itself."""
-    if not isinstance(value, dict) or not value:
+    if not value:
         return None
     columns = []
     for values in value.values():

@@ -20,7 +20,7 @@ _BREAKS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*+\n", r"\n", r"\s")]
 def documents_of_text(stream: BinaryIO) -> Iterator[str]:
     """The documents of a .txt file in UTF-8. Line ends are kept, a byte order mark is dropped.
 
-    Raises UnicodeDecodeError.
+    Raises UnicodeDecodeError, and ValueError for what is UTF-16 or damaged.
     """
     lines = []
     length = 0
@@ -46,6 +46,9 @@ def documents_of_text(stream: BinaryIO) -> Iterator[str]:
 def _lines(stream: BinaryIO) -> Iterator[str]:
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     while line := text.readline(_LONGEST_LINE):
+        # UTF-16 without a mark is UTF-8 with a NUL in every character; a disk that failed leaves a tail of them.
+        if "\0" in line and 3 * line.count("\0") >= len(line):
+            raise ValueError("it holds NUL characters, as UTF-16 does, so convert it to UTF-8")
         if END_OF_TEXT in line:
             # A marker may stand between line ends that only splitlines recognizes.
             yield from line.splitlines(keepends=True)

@@ -142,6 +142,43 @@ def test_a_data_set_replaced_by_files_of_the_same_time_is_read_anew(tmp_path):
         assert read(sources.train)[0].startswith(word)
 
 
+def test_every_file_of_a_data_set_is_read_whatever_its_name(tmp_path):
+    """Also those whose plain names are others' names, and those in a folder that is a link."""
+    folder = tmp_path / "set [1]"
+    write(folder / "train" / "a[1].jsonl", ["one"])
+    write(folder / "train" / "a_1_.jsonl", ["two"])
+    write(tmp_path / "elsewhere" / "a?.jsonl", ["three"])
+    (folder / "train" / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "train" / "linked" / "back").symlink_to(folder)
+    write(folder / "validation" / "a.jsonl", ["four"])
+    sources = open_sources(DataConfig(dataset_name=str(folder)))
+    assert sorted(read(sources.train)) == ["one", "three", "two"] and read(sources.validation) == ["four"]
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["train.txt", "validation.txt"], "each line of validation.txt is a document"),
+        (["train-1.jsonl", "train-2.jsonl", "train-3.csv", "LICENSE.txt"], "train-2.jsonl and train-3.csv, and one"),
+    ],
+)
+def test_what_datasets_makes_of_a_folder_is_said(tmp_path, recwarn, names, words):
+    for name in names:
+        write(tmp_path / name, TEXTS[:9])
+    with pytest.warns(UserWarning, match=words):
+        open_sources(DataConfig(dataset_name=str(tmp_path)))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: a\n  data_files: {names[0]}\n---\n")
+    recwarn.clear()
+    open_sources(DataConfig(dataset_name=str(tmp_path)))
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
+
+
+def test_a_validation_file_that_is_trained_on_is_named(tmp_path):
+    train = [write(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.warns(UserWarning, match="--validation_file .*b.jsonl is also read by --train_file"):
+        open_sources(DataConfig(train_file=train, validation_file=str(tmp_path / "[b].jsonl")))
+
+
 def test_a_file_without_read_permission_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("secret")
     # The tests may run as a superuser, who may read every file.

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from itertools import cycle
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -58,10 +59,30 @@ def test_what_follows_a_folder_that_exists_may_be_a_pattern(tmp_path, monkeypatc
     assert texts_of("data?.txt") == texts_of("*.txt", streaming=True) == ["1", "2"]
 
 
+def test_a_file_of_several_names_is_read_once(tmp_path, monkeypatch, recwarn):
+    file = write(tmp_path / "texts" / "a.jsonl", ["a", "b"])
+    monkeypatch.chdir(tmp_path)
+    assert texts_of([file, "texts/a.jsonl", "texts/../texts/*.jsonl"]) == ["a", "b"]
+    assert not recwarn
+    (tmp_path / "texts" / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "more").symlink_to("texts")
+    with pytest.warns(UserWarning, match="more/link.jsonl is the file more/a.jsonl by another name.* 2 more"):
+        assert texts_of("**/*.jsonl") == ["a", "b"]
+
+
+def test_a_compressed_copy_beside_its_file_is_named(tmp_path):
+    file = write(tmp_path / "a.jsonl", ["a"])
+    Path(f"{file}.gz").write_bytes(gzip.compress(Path(file).read_bytes()))
+    with pytest.warns(UserWarning, match="a.jsonl and .*a.jsonl.gz are both read"):
+        assert texts_of(str(tmp_path / "*")) == ["a", "a"]
+
+
 # By name: the content of a file, and its texts.
 FORMS = {
     "columns of pandas.json": ('{"text": {"0": "a", "1": "b"}, "id": {"0": 1, "1": 2}}', ["a", "b"]),
     "columns.json": ('{"text": ["a", "b"], "meta": [{"id": 1}, {"id": 2}]}', ["a", "b"]),
+    "split of pandas.json": ('{"columns":["id","text"],"index":[0,1],"data":[[1,"a"],[2,"b"]]}', ["a", "b"]),
+    "split without an index.json": ('{"columns":["text"],"data":[["a"]]}', ["a"]),
     "strings.json": ('["a", "b"]', ["a", "b"]),
     "list.json": (' \n[\n  {"text": "a"},\n  {"id": 3, "text": "b"}\n]\n', ["a", "b"]),
     "several lines.json": ('{\n  "text": "a",\n "n": {\n}\n}\n{\n  "text":\n "b"\n}', ["a", "b"]),
@@ -197,6 +218,10 @@ BROKEN = {
     "a field too many.csv": (b"id,text\n1,a\n2,b\n3,c,d\n", "row 3, .*3 fields"),
     "cut off.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "json"),
     "archive.jsonl.zip": (b"PK", "unpack"),
+    "utf-16 without a mark.txt": ("some words\nand more".encode("utf-16-le"), "NUL"),
+    "a tail of a disk that failed.txt": (b"some words\n" + b"\0" * 99_999, "NUL"),
+    "utf-16 without a mark.csv": ("text\nwords\n".encode("utf-16-le"), "NUL"),
+    "two columns of a name.csv": (b"text,text\na,b\n", "several columns 'text'"),
     "other.pdf": (b"text", ".txt, .json"),
     "broken.arrow": (b"ARROW no more", "arrow"),
     "broken.parquet": (b"PAR1 no more", "parquet"),
