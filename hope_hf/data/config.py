@@ -5,6 +5,9 @@ from typing import Literal
 
 from hope_hf.common.flags import TEXT_SOURCES, TextArguments
 
+from .file_names import named_files
+from .manifest_name import require_shards
+from .mixture import read_mixture
 from .sizes import DEFAULT_VOCAB_SIZE
 
 
@@ -56,3 +59,18 @@ class DataConfig(TextArguments):
             raise ValueError(f"--document_boundary is reset or carry, not '{self.document_boundary}'.")
         if self.block_size < 2:
             raise ValueError(f"--block_size must be at least 2, not {self.block_size}: a token predicts the next.")
+
+
+def require_texts(args) -> None:
+    """ValueError that names the flag if files, a mixture or shards that flags name do not exist; no text is read.
+
+    `args` has the fields of `TextArguments`.
+    """
+    if args.train_file:
+        named_files(args.train_file, "--train_file")
+    if args.validation_file:
+        named_files(args.validation_file, "--validation_file", "validation")
+    if args.dataset_mixture:
+        read_mixture(args.dataset_mixture, "--dataset_mixture")
+    if args.train_shards:
+        require_shards(args.train_shards, "--train_shards")

@@ -8,7 +8,7 @@ import os
 from importlib.util import find_spec
 
 from hope_hf.common.flags import require_local
-from hope_hf.data import named_files, read_mixture, require_shards
+from hope_hf.data import require_texts
 
 from .flags import Arguments, chosen_tasks, names
 from .saved_reports import find_report, read_report
@@ -27,7 +27,8 @@ def check_places(args: Arguments) -> None:
             raise ValueError(f"--suite {name} needs a model: name it with --model_name_or_path.")
         if SUITES[name].package and find_spec(SUITES[name].package) is None:
             raise ValueError(f"--suite {name} needs {SUITES[name].package}: pip install 'hope_hf[eval]'.")
-    _check_text(args, suites)
+    if any("validation_file" in SUITES[name].reads for name in suites):
+        require_texts(args)
     alone = [name for name in suites if not SUITES[name].in_processes]
     if in_processes() and alone:
         raise ValueError(f"--suite {alone[0]} runs in one process: start it with hope-hf eval.")
@@ -44,16 +45,3 @@ def check_places(args: Arguments) -> None:
 def in_processes() -> bool:
     """Whether a launcher has started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _check_text(args: Arguments, suites: list[str]) -> None:
-    if not any("validation_file" in SUITES[name].reads for name in suites):
-        return
-    if args.validation_file:
-        named_files(args.validation_file, "--validation_file", "validation")
-    if args.train_file:
-        named_files(args.train_file, "--train_file")
-    if args.dataset_mixture:
-        read_mixture(args.dataset_mixture, "--dataset_mixture")
-    if args.train_shards:
-        require_shards(args.train_shards, "--train_shards")

@@ -11,7 +11,7 @@ from hope_hf.common.flags import require_local
 from hope_hf.common.names import PRESETS
 from hope_hf.common.parser import nearest
 from hope_hf.common.run_arguments import FLAGS, Arguments
-from hope_hf.data import DataConfig, named_files, read_mixture, require_shards
+from hope_hf.data import DataConfig, require_texts
 
 from .checkpoints.manifest import checkpoints_in, no_latest, read_manifest
 from .checkpoints.run_folder import record_in
@@ -38,14 +38,7 @@ def check_places(args: Arguments) -> None:
 def check_text_and_model(args: Arguments) -> None:
     """ValueError for a text, model or tokenizer that is meant as a path and does not exist, and for two texts."""
     _check_data(args)
-    if args.train_file:
-        named_files(args.train_file, "--train_file")
-    if args.validation_file:
-        named_files(args.validation_file, "--validation_file", "validation")
-    if args.dataset_mixture:
-        read_mixture(args.dataset_mixture, "--dataset_mixture")
-    if args.train_shards:
-        require_shards(args.train_shards, "--train_shards")
+    require_texts(args)
     for flag in ("model_name_or_path", "tokenizer_name"):
         if getattr(args, flag):
             require_local(getattr(args, flag), f"--{flag}")
