@@ -16,15 +16,21 @@ from .sparse_qkv import make_qkv_tiled
 from .sparse_reads import read_sparse_fused
 from .window_reads import read_bands_for_training
 
+# with the plain code that each stands for
 PATHS = {
+    # memory_scan.scan_plain, under the delta rule
     "compiled_scan_delta": scan_rows,
     "scan_delta": scan_fused,
+    # modeling_hope.HopeBlock.forward, of a single token
     "token": fast_token_paths,
     "forget_text": forget_text,
+    # layers.gated_norm
     "compiled_gated_norm": gated_norm_compiled,
     "gated_norm": gated_norm_in_blocks,
+    # sparse_branches.read_sparse and make_qkv
     "sparse_reads": read_sparse_fused,
     "sparse_qkv": make_qkv_tiled,
+    # window_attention.read_band, of all bands
     "window_reads": read_bands_for_training,
 }
 FAST.update(PATHS)
