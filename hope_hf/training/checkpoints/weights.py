@@ -125,21 +125,22 @@ def take_shards(engine: Engine, buffers: HostBuffers | None = None) -> WeightSha
     whole: dict[tuple[str, ...], Tensor] = {}
     slices = []
     for part in engine.weight_slices():
+        name = part.names[0]
         values = part.tensors["weight"]
         if part.is_copy:
             values = torch.empty(0)
         if is_first and engine.shards_weights:
             if buffers is None:
-                tensor = torch.empty(part.shape, dtype=values.dtype)
+                weight = torch.empty(part.shape, dtype=values.dtype)
             else:
-                tensor = buffers.take(part.names[0], part.shape, values)
+                weight = buffers.take(name, part.shape, values)
             stop = part.start + len(values)
-            place = tensor.view(-1)[part.start : stop]
+            place = weight.view(-1)[part.start : stop]
             values = place.copy_(values)
-            whole[part.names] = tensor
+            whole[part.names] = weight
         else:
             if buffers is not None and not part.is_copy:
-                values = buffers.copy(part.names[0], values)
+                values = buffers.copy(name, values)
             if is_first:
                 whole[part.names] = values.view(part.shape)
         slices.append((part.start, values))
@@ -156,23 +157,28 @@ class WeightPart:
 
 def weight_part(engine: Engine, copied: Callable[[str, Tensor], Tensor] | None = None) -> WeightPart:
     """This process's part; the tensors are the model's own if possible, or results of `copied(name, tensor)`."""
-    left_out = {*engine.model.all_tied_weights_keys, *(engine.model._keys_to_ignore_on_save or ())}
+    left_out = set(engine.model.all_tied_weights_keys)
+    left_out.update(engine.model._keys_to_ignore_on_save or ())
     tensors: dict[str, Tensor] = {}
     slices: dict[str, dict] = {}
     for part in engine.weight_slices():
-        names = [name for name in part.names if name not in left_out]
         values = part.tensors["weight"]
-        if names and values.numel() and not part.is_copy:
-            first, *_ = names
-            tensors[first] = writable(values) if copied is None else copied(first, values)
-            slices[first] = {"shape": list(part.shape), "start": part.start}
+        if part.is_copy or not values.numel():
+            continue
+        for name in part.names:
+            if name not in left_out:
+                tensors[name] = writable(values) if copied is None else copied(name, values)
+                slices[name] = {"shape": list(part.shape), "start": part.start}
+                # tied weights are written once
+                break
     return WeightPart(tensors, slices)
 
 
 def writable(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, copied if it is a view of a larger one, which safetensors refuses."""
     values = tensor.detach().cpu()
-    return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+    is_view = values.untyped_storage().nbytes() != values.nbytes
+    return values.clone() if is_view else values
 
 
 def save_weight_part(folder: Path, rank: int, part: WeightPart) -> None:
@@ -197,14 +203,16 @@ def read_slices(into: Tensor, start: int, key: str, stored: Iterable[StoredSlice
 
     Raises LookupError if some are missing.
     """
+    stop = start + len(into)
     count = 0
     for part in stored:
         values = part.file.get_slice(key)
+        stop_of_part = part.start + values.get_shape()[0]
         low = max(start, part.start)
-        high = min(start + len(into), part.start + values.get_shape()[0])
+        high = min(stop, stop_of_part)
         if low < high:
-            found = values[low - part.start : high - part.start]
-            into[low - start : high - start].copy_(found)
+            place = into[low - start : high - start]
+            place.copy_(values[low - part.start : high - part.start])
             count += high - low
     if count != len(into):
         raise LookupError(f"{key} is not whole")
@@ -242,30 +250,32 @@ class WholeWeights(StoredWeights):
                 raise ValueError(f"{path} is no whole safetensors file ({error}): copy it again, or {FIX}.") from None
             self._files |= dict.fromkeys(file.keys(), file)
         if self._names is None:
-            self._names = {name: name for name in self._files}
+            self._names = dict(zip(self._files, self._files, strict=True))
         for name, stored in self._names.items():
             values = self._files[stored].get_slice(stored)
             shape = values.get_shape()
             # safetensors and torch name dtypes differently, and a scalar has no slices.
-            dtype = values[:0].dtype if shape else self.read(name).dtype
-            self.like[name] = torch.empty(shape, dtype=dtype, device="meta")
+            example = values[:0] if shape else self.read(name)
+            self.like[name] = torch.empty(shape, dtype=example.dtype, device="meta")
         return self
 
     def read_into(self, into: Tensor, start: int, name: str) -> None:
         """Fill the 1-D `into` with elements from `start` on of the flattened weight; only its rows are read."""
         shape = self.like[name].shape
-        if not len(into):
+        length = len(into)
+        if not length:
             return
         if not shape:
             into.copy_(self.read(name).view(1))
             return
         row = math.prod(shape[1:])
         first = start // row
-        last = math.ceil((start + len(into)) / row)
+        last = math.ceil((start + length) / row)
         stored = self._names[name]
         rows = self._files[stored].get_slice(stored)[first:last]
-        from_start = rows.reshape(-1)[start - first * row :]
-        into.copy_(from_start[: len(into)])
+        offset = start - first * row
+        values = rows.reshape(-1)[offset : offset + length]
+        into.copy_(values)
 
     def read(self, name: str) -> Tensor:
         """A whole weight."""
@@ -318,15 +328,22 @@ class WeightParts(StoredWeights):
         slices = json.loads(file.metadata()["slices"])
         for name in file.keys():
             stored = file.get_slice(name)
-            shape, start = slices[name]["shape"], slices[name]["start"]
+            shape = slices[name]["shape"]
+            start = slices[name]["start"]
             is_flat = len(stored.get_shape()) == 1
-            if not is_flat or any(type(size) is not int or size < 0 for size in (*shape, start)):
+            if not is_flat or not all(map(_is_size, (*shape, start))):
                 raise ValueError(name)
             like = torch.empty(shape, dtype=stored[:0].dtype, device="meta")
             known = self.like.setdefault(name, like)
             if known.shape != like.shape or known.dtype != like.dtype:
                 raise ValueError(name)
-            self._slices.setdefault(name, []).append(StoredSlice(start, file))
+            slices_of_weight = self._slices.setdefault(name, [])
+            slices_of_weight.append(StoredSlice(start, file))
+
+
+def _is_size(number) -> bool:
+    """Whether a number of a file's metadata is a whole one from 0; True is none."""
+    return type(number) is int and number >= 0
 
 
 def stored_weights(manifest: Manifest) -> WholeWeights | WeightParts:
@@ -336,16 +353,18 @@ def stored_weights(manifest: Manifest) -> WholeWeights | WeightParts:
 
 def check_fits(model: PreTrainedModel, stored: StoredWeights, folder: Path) -> None:
     """ValueError unless names, shapes and dtypes of all weights match those of a model that is not sharded."""
-    saved, weights = stored.like, model.state_dict(keep_vars=True)
+    weights = model.state_dict(keep_vars=True)
     differences = []
     # Tied weights are in the file once.
     present = set()
-    for name, tensor in saved.items():
-        if name not in weights:
+    for name, tensor in stored.like.items():
+        weight = weights.get(name)
+        if weight is None:
             differences.append(f"{name} is only in the checkpoint")
             continue
-        present.add(id(weights[name]))
-        theirs, ours = _describe(tensor), _describe(weights[name])
+        present.add(id(weight))
+        theirs = _describe(tensor)
+        ours = _describe(weight)
         if theirs != ours:
             differences.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
     for name, tensor in weights.items():
@@ -391,9 +410,11 @@ def join(manifest: Manifest, out: Path) -> None:
         split = split_torch_state_dict_into_shards(
             parts.like, filename_pattern="model{suffix}.safetensors", max_shard_size=JOINED_FILE
         )
-        for file, names in split.filename_to_tensors.items():
-            save_file({name: parts.read(name) for name in names}, out / file, metadata={"format": "pt"})
-            copy_rights_of_folder(out / file)
+        for name_of_file, names in split.filename_to_tensors.items():
+            file = out / name_of_file
+            weights = dict(zip(names, map(parts.read, names), strict=True))
+            save_file(weights, file, metadata={"format": "pt"})
+            copy_rights_of_folder(file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True)
