@@ -4,6 +4,8 @@ transformers builds many of its tokenizer classes anew: from the file's vocabula
 cutting a text into words, whatever the file says. The file has the rules with which a model was trained.
 """
 
+import json
+
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -22,20 +24,24 @@ _ENTRIES = 10_000
 def read_tokenizer(place: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name, with the ids of its tokenizer.json; warns if its class gives others.
 
-    Special tokens, and what is put before and after a prompt, are those of the class. Raises whatever transformers
-    raises.
+    Special tokens, and what is put before and after a prompt, are those of the class. Raises ValueError if an added
+    token loses its id, and whatever transformers raises.
     """
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     kind = type(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # This class alone reads the file as it is; code of a folder may do as it likes.
-    if backend is None or kind is PreTrainedTokenizerFast or not kind.__module__.startswith("transformers."):
+    # Code of a folder may do as it likes.
+    if backend is None or not kind.__module__.startswith("transformers."):
         return tokenizer
     file = find_file(place, FILE)
     if file is None:
         return tokenizer
-    as_written = Tokenizer.from_file(str(file))
-    if _give_equal_ids(backend, as_written):
+    # This class alone reads the file as it is.
+    reads_the_file = kind is PreTrainedTokenizerFast
+    as_written = backend if reads_the_file else Tokenizer.from_file(str(file))
+    added_tokens = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+    _require_ids_of_added_tokens(as_written, added_tokens)
+    if reads_the_file or _give_equal_ids(backend, as_written, added_tokens):
         return tokenizer
     warn_once(
         f"{place}: its {FILE} is followed, and transformers' {kind.__name__} gives other ids, so programs that load "
@@ -50,8 +56,23 @@ def read_tokenizer(place: str, trust_remote_code: bool = False) -> PreTrainedTok
     return followed
 
 
-def _give_equal_ids(first: Tokenizer, second: Tokenizer) -> bool:
+def _require_ids_of_added_tokens(backend: Tokenizer, added_tokens: list[dict]) -> None:
+    """ValueError if the library numbers an added token anew, as it does behind a gap of the vocabulary."""
+    for token in added_tokens:
+        name, index = token["content"], token["id"]
+        loaded = backend.token_to_id(name)
+        if loaded != index:
+            raise ValueError(
+                f"its {FILE} gives the added token {name!r} the id {index}, and the library tokenizers {loaded}: add "
+                "entries to its vocabulary until no id before is missing"
+            )
+
+
+def _give_equal_ids(first: Tokenizer, second: Tokenizer, added_tokens: list[dict]) -> bool:
     """Whether both give a text in which rules differ, and the entries of the vocabulary, the same ids."""
+    for token in added_tokens:
+        if first.token_to_id(token["content"]) != second.token_to_id(token["content"]):
+            return False
     size = second.get_vocab_size()
     entries = []
     for index in range(0, size, 1 + size // _ENTRIES):

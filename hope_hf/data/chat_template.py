@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -67,6 +67,7 @@ class ChatTemplate:
             self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
             self._backend.no_truncation()
             self._backend.no_padding()
+            _fill_gaps(self._backend)
             for index in self._special.values():
                 # An own token for each mark, since those of the tokenizer are text to `encode_special_tokens`.
                 self._backend.add_tokens([_mark(index, added_tokens[index])])
@@ -251,6 +252,13 @@ def chat_of(text: str) -> Chat:
 
 def _is_learned(message: dict) -> bool:
     return message.get("weight") != 0
+
+
+def _fill_gaps(backend: Tokenizer) -> None:
+    """Add tokens that no text has: the library counts entries for the next id, which may be one behind a gap."""
+    vocabulary = backend.get_vocab()
+    missing = max(vocabulary.values()) + 1 - len(vocabulary)
+    backend.add_tokens([_name(-number) for number in range(1, missing + 1)])
 
 
 def _name(index: int) -> str:

@@ -164,20 +164,27 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def bytes_per_id(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Bytes of text of each id; 0 for special tokens.
+    """Bytes of text of each id up to the highest; 0 for special tokens, and for ids that are none.
 
-    Exact for byte-level BPE, where every character of an entry is one byte. For other kinds the entry's text is
-    counted, with the word mark `▁` as a space and `<0x41>` as one byte.
+    Exact for byte-level BPE, where every character of an entry is one byte, but not of a token that was added. For
+    other kinds the entry's text is counted, with the word mark `▁` as a space and `<0x41>` as one byte.
     """
-    entries = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    entries = [None] * (highest_id(tokenizer) + 1)
+    for entry, index in tokenizer.get_vocab().items():
+        entries[index] = entry
+    added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    return [
-        0 if index in special or entry is None else _bytes_of_entry(entry, byte_level and alphabet.issuperset(entry))
-        for index, entry in enumerate(entries)
-    ]
+    sizes = []
+    for index, entry in enumerate(entries):
+        if index in special or entry is None:
+            sizes.append(0)
+        else:
+            is_bytes = byte_level and index not in added and alphabet.issuperset(entry)
+            sizes.append(_bytes_of_entry(entry, is_bytes))
+    return sizes
 
 
 def _bytes_of_entry(entry: str, byte_level: bool) -> int:

@@ -59,6 +59,22 @@ def test_the_ids_are_those_of_the_file_also_after_a_copy(tmp_path, name):
     assert tokenizer_hash(copy) == tokenizer_hash(tokenizer)
 
 
+def test_an_added_token_behind_a_gap_is_refused(tmp_path):
+    """The library gives it the next id, and a model reads another embedding."""
+    written = folder_of(tmp_path, BYTES, None, "PreTrainedTokenizerFast", None)
+    written.add_tokens(["<|im_end|>"])
+    file = json.loads(written.to_str())
+    last = file["added_tokens"][-1]
+    assert load_tokenizer(str(tmp_path))
+    for index in (last["id"], last["id"] + 64):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(file | {"added_tokens": [last | {"id": index}]}))
+        if index == last["id"]:
+            assert load_tokenizer(str(tmp_path)).convert_tokens_to_ids("<|im_end|>") == index
+        else:
+            with pytest.raises(ValueError, match=f"'<.im_end.>' the id {index}, and the library .* {last['id']}: add"):
+                load_tokenizer(str(tmp_path))
+
+
 def test_a_class_that_agrees_with_the_file_is_left_alone(tmp_path, recwarn):
     folder_of(tmp_path, BYTES, None, "GPT2Tokenizer", None)
     assert type(read_tokenizer(str(tmp_path))).__name__ == "GPT2Tokenizer"

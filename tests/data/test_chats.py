@@ -314,6 +314,23 @@ def test_tools_and_system_prompts_that_are_not_read_are_warned_of(tmp_path, toke
     assert "writes no tools" in warned and "rows.jsonl has a column 'system'" in warned
 
 
+def test_a_vocabulary_with_gaps_is_encoded_as_without(tokenizer):
+    tokenizer.chat_template = MARKED
+    file = json.loads(tokenizer.backend_tokenizer.to_str())
+    entries = file["model"]["vocab"]
+    moved = {index: index + 9 * (index > 300) for index in tokenizer.get_vocab().values()}
+    for entry, index in entries.items():
+        entries[entry] = moved[index]
+    for token in file["added_tokens"]:
+        # Outside the vocabulary it would get another id.
+        token["id"] = entries[token["content"]] = moved[token["id"]]
+    names = {"eos_token": tokenizer.eos_token, "chat_template": MARKED}
+    with_gap = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(file)), **names)
+    for chat in CHATS[:9]:
+        expected = [moved[index] for index in read_ids(encoded(tokenizer, chat))]
+        assert read_ids(encoded(with_gap, chat)) == expected
+
+
 def test_what_precedes_the_words_of_a_first_turn_is_not_learned(tokenizer):
     tokenizer.chat_template = "{% if messages[0].role != 'system' %}system: Help.<|end|>{% endif %}" + CONTENT
     chat = [CHATS[0][2], *CHATS[1][1:3]]

@@ -74,6 +74,22 @@ def test_bytes_of_a_tokenizer_with_word_marks():
     assert bytes_per_id(tokenizer) == [0, 4, 1, 2, 1, 0]
 
 
+def test_bytes_of_added_tokens_and_behind_gaps_of_a_vocabulary(tokenizer, tmp_path):
+    more = train_tokenizer([TEXT], 400)
+    more.add_tokens(["naïve", "é"])
+    file = json.loads(tokenizer.backend_tokenizer.to_str())
+    entries = file["model"]["vocab"]
+    for entry, index in entries.items():
+        # Two special tokens and 256 bytes come before what was merged.
+        entries[entry] = index if index < 258 else index + 50
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    loaded = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>")
+    for kind in (more, loaded):
+        table = bytes_per_id(kind)
+        ids = kind(TEXT, add_special_tokens=False)["input_ids"]
+        assert sum(table[index] for index in ids) == len(TEXT.encode())
+
+
 def test_the_command_writes_the_same_tokenizer_as_the_function_and_over_no_other(text_file, tmp_path, capsys):
     target = tmp_path / "out"
     words = ["--files", str(text_file), "--output_dir", str(target), "--vocab_size"]
