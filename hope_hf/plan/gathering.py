@@ -9,10 +9,16 @@ unit is reduced. Version 1 and DeepSpeed's stage 3 hold about as much, in other 
 from collections import Counter
 from dataclasses import dataclass
 
+from packaging.version import Version
+from torch import __version__ as torch_version
+
 from .launch import GRADIENTS, Launch, StepOptions
 from .moments import BACKWARD, BLOCKS, FORWARD, LOSS, Moment
 from .parts import Parts
 from .shapes import EMBEDDING, ROOT, TAIL, Shapes, Weight, shard_bytes
+
+# Until torch 2.14 only fp32 gradients are added up by autograd, others by FSDP beside those of the batch.
+_AUTOGRAD_ADDS_ALL = Version(torch_version) >= Version("2.15")
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ class _Walk:
         is_repeated = step.accumulation > 1
         self.has_shards = is_repeated and step.sync_each_batch
         self.has_whole = is_repeated and not step.sync_each_batch
-        # In fp32 autograd adds to the gradients of the batches before; others are added up in the dtype of the sum.
-        self.adds_in_place = self.has_whole and launch.precision == "no"
+        # autograd adds to the gradients of the batches before
+        self.adds_in_place = self.has_whole and (_AUTOGRAD_ADDS_ALL or launch.precision == "no")
         if self.has_whole:
             self.waiting = sum(unit.reduced for unit in units.values())
         if self.has_shards:

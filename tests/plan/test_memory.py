@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import small_config
+from packaging.version import Version
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 
 from hope_hf import PRESETS, HopeCache, HopeConfig, HopeForCausalLM
@@ -12,6 +13,7 @@ from hope_hf.plan import batches
 from hope_hf.plan.batches import Batches
 from hope_hf.plan.launch import STRATEGIES, Launch, Mode, StepOptions, fsdp_strategy
 from hope_hf.plan.memory import Memory, memory
+from hope_hf.plan.moments import FORWARD
 from hope_hf.plan.parts import parts_of
 from hope_hf.plan.sequence_state import cache_bytes
 from hope_hf.plan.shapes import Weight, shapes_of, shard_bytes
@@ -75,7 +77,12 @@ def sum_and_whole(config, launch: tuple, **options) -> tuple[Memory, Simulation]
 )
 def test_parts_add_up_to_the_whole_step(name, fields, launch, options):
     planned, whole = sum_and_whole(small_config(name, **fields), launch, **options)
-    assert planned.peak == pytest.approx(whole.peak, rel=0.005), (planned, whole)
+    # torch 2.15 frees a gathered buffer between accumulated batches, which is planned: 1.9 % of this small step
+    is_accumulated = planned.moment == FORWARD and "accumulation" in options
+    if is_accumulated and Version(torch.__version__) >= Version("2.15"):
+        assert whole.peak < planned.peak < whole.peak + planned.gathered_block
+    else:
+        assert planned.peak == pytest.approx(whole.peak, rel=0.005), (planned, whole)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hope_hf.common.gpus import GPUS
 from hope_hf.plan import main
@@ -68,14 +69,20 @@ def test_flash_attention_is_traced_as_a_kernel_of_the_same_memory(capsys):
     assert flash["settings"][0]["peak"] == sdpa["settings"][0]["peak"]
 
 
-def test_what_fake_tensors_cannot_do_is_estimated(capsys):
-    """The experts of this one are chosen by numbers."""
-    sizes = "num_hidden_layers=1,hidden_size=32,intermediate_size=32,num_attention_heads=2,num_key_value_heads=2"
-    assert main(["--model_type", "mixtral", "--config_overrides", sizes, "--block_size", "16"]) == 0
+def test_what_fake_tensors_cannot_do_is_estimated(capsys, monkeypatch):
+    """A model that asks which of its numbers are not 0, as some choose their experts."""
+
+    def of_chosen_tokens(mlp, x):
+        chosen = x.sum(-1).nonzero()[:, 1].tolist()
+        return mlp.down_proj(mlp.up_proj(x)) * len(chosen)
+
+    monkeypatch.setattr(LlamaMLP, "forward", of_chosen_tokens)
+    words = ["--model_type", "llama", *TINY_LAYER]
+    assert main(words) == 0
     out = capsys.readouterr().out
-    assert "activations of a mixtral are estimated" in out and "h100-80gb: " in out
-    assert main(["--model_type", "mixtral", "--config_overrides", sizes, "--block_size", "16", "--simulate"]) == 0
-    assert "No simulation: mixtral" in capsys.readouterr().out
+    assert "activations of a llama are estimated" in out and "h100-80gb: " in out
+    assert main([*words, "--simulate"]) == 0
+    assert "No simulation: llama" in capsys.readouterr().out
 
 
 def test_days_and_cost_follow_from_the_flops(capsys):
