@@ -9,8 +9,7 @@ unit is reduced. Version 1 and DeepSpeed's stage 3 hold about as much, in other 
 from collections import Counter
 from dataclasses import dataclass
 
-from packaging.version import Version
-from torch import __version__ as torch_version
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from .launch import GRADIENTS, Launch, StepOptions
 from .moments import BACKWARD, BLOCKS, FORWARD, LOSS, Moment
@@ -18,7 +17,7 @@ from .parts import Parts
 from .shapes import EMBEDDING, ROOT, TAIL, Shapes, Weight, shard_bytes
 
 # Until torch 2.14 only fp32 gradients are added up by autograd, others by FSDP beside those of the batch.
-_AUTOGRAD_ADDS_ALL = Version(torch_version) >= Version("2.15")
+_AUTOGRAD_ADDS_ALL = is_torch_greater_or_equal("2.15")
 
 
 @dataclass(frozen=True)
