@@ -196,6 +196,8 @@ class Conversation:
         with self.turn():
             # A prompt is read as transformers reads it: special tokens that it spells are special.
             ids = self.tokenizer(text, add_special_tokens=not self.has_begun, verbose=False)["input_ids"]
+            if not text and not ids and not self.transcript.unread:
+                raise ValueError("the text is empty: give --prompt TEXT, or pipe one to standard input.")
             new_ids = self._generate(ids, "text", self.learn, self.learn_generated)
             self.transcript = Transcript((new_ids[-1],), begins=self.cache.get_seq_length())
         return self.tokenizer.decode(new_ids, skip_special_tokens=True)

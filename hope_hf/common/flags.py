@@ -285,7 +285,12 @@ def is_missing(name: str) -> bool:
 
 
 def require_local(name: str, named: str) -> None:
-    """Raise ValueError that begins with `named` if `name` is meant as a path and nothing is there."""
+    """Raise ValueError that begins with `named` if `name` is meant as a path and nothing is there, or is a file.
+
+    A config or tokenizer may be one file of JSON.
+    """
+    if os.path.isfile(name) and not name.endswith(".json"):
+        raise ValueError(f"{named} {name} is a file: name its folder.")
     if is_missing(name):
         nearest = next(parent for parent in Path(name).parents if os.path.exists(parent))
         raise ValueError(

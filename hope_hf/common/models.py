@@ -9,12 +9,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import CONFIG_NAME
 
 from .adapters import base_of_adapter
 from .flags import ModelArguments, require_local
 from .overrides import parse_overrides
 from .parser import nearest
 from .process import MISTAKES, one_line
+from .weight_names import ADAPTER_CONFIG
 from .weights import find_file, load_model
 
 DEFAULT_PRESET = "tiny"
@@ -67,6 +69,7 @@ def load_config(source: str, flag: str, args: ModelArguments):
     """The config of a folder or Hub name that was given with `--flag`, or as the word FLAG without a flag."""
     named = flag if flag.isupper() else f"--{flag}"
     require_local(source, named)
+    _require_config(source, named)
     try:
         base = base_of_adapter(source)
         if base is not None:
@@ -77,6 +80,21 @@ def load_config(source: str, flag: str, args: ModelArguments):
     except MISTAKES as error:
         where = "" if os.path.isdir(source) else " is not a folder and"
         raise ValueError(f"{named} {source}{where} cannot be loaded: {one_line(error)}") from error
+
+
+def _require_config(source: str, named: str):
+    """ValueError for a folder that holds no model. Where a folder in it does, the sentence names that one."""
+    folder = Path(source)
+    if not folder.is_dir() or any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
+        return
+    inner = sorted(path.parent for path in folder.glob(f"*/{CONFIG_NAME}"))
+    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    fix = "name the folder of a model"
+    if inner:
+        fix += f", such as {inner[0]}"
+    elif gguf and named == "--from":
+        fix += f", or add --gguf_file {gguf[0]}"
+    raise ValueError(f"{named} {source} holds no {CONFIG_NAME}: {fix}.")
 
 
 def build_model(args: ModelArguments, config, dtype: torch.dtype = torch.float32, **loading) -> PreTrainedModel:

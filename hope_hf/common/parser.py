@@ -244,7 +244,8 @@ def named_flags(parser: Parser, words: list[str], flags: Collection[str]) -> set
         flag = word.split("=")[0]
         if flag.startswith("-"):
             known = [f"--{name}" for name in flags]
-            raise ValueError(f"There is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--', 1), known)}")
+            hint = nearest(flag.replace("-", "_").replace("__", "--", 1), known)
+            raise ValueError(f"There is no flag {flag}{hint or f'; {parser.prog} --help lists the flags.'}")
         flags_before = list(filter(None, map(flag_of, words[: words.index(word)])))
         if flags_before and os.path.exists(word):
             raise ValueError(

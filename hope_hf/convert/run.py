@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
         f"{dtype}.\n"
         f"Compared with {converted.peer}.\n"
         f"Largest difference of a logit, over {agreement.tokens} tokens and behind padding: "
-        f"{agreement.difference:.1e}.\n"
+        f"{agreement.difference:.1e} (at most {agreement.tolerance:.1e} is accepted).\n"
         f"The most likely token is the same at all of them, and {agreement.new_tokens} greedy tokens after them are, "
         "too."
     )

@@ -317,12 +317,12 @@ def _warn_of_shares(names: list[str], trains: list[TokenBlocks], order: Mixed) -
             repeated.append(f"{name} {share / len(blocks):.1f} times")
     if unread:
         warn_once(
-            f"An epoch of {len(order)} blocks reads nothing of {', '.join(unread)}, whose weight is less than half a "
-            "block: give it more, or leave it out."
+            f"An epoch of {len(order):,} blocks reads nothing of {', '.join(unread)}, whose weight is less than half "
+            "a block: give it more, or leave it out."
         )
     if repeated:
         warn_once(
-            f"An epoch of {len(order)} blocks reads {', '.join(repeated)}: repeated text teaches the model less."
+            f"An epoch of {len(order):,} blocks reads {', '.join(repeated)}: repeated text teaches the model less."
         )
 
 

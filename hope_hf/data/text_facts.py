@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from hope_hf.common.packaged import RECIPES, find_file
+
 from .cache import files_under
 from .config import DataConfig
 from .file_names import find_files
@@ -49,7 +51,7 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
         # It has the SHA-256 of every shard.
         files["train_shards"] = [os.path.join(config.train_shards, MANIFEST)]
     if config.dataset_mixture:
-        of_mixture = [config.dataset_mixture]
+        of_mixture = [find_file(config.dataset_mixture, RECIPES)]
         for corpus in read_mixture(config.dataset_mixture, "--dataset_mixture"):
             if corpus.files:
                 of_mixture += find_files(corpus.files, f"corpus {corpus.name}: files")

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
+from textwrap import fill
 
 from hope_hf.common.results import as_label, plain_number
 
@@ -16,6 +17,8 @@ from .result import Number
 _MODEL = ContextVar("model", default="")
 # Longer names of a heat map's columns are written at an angle.
 MOST_LETTERS = 9
+# Of a line above one of three panels.
+LETTERS_OF_TITLE = 36
 
 # Nested rings and dashes keep coinciding curves visible.
 SOLID, DASHED = "-", (0, (3, 3))
@@ -144,7 +147,8 @@ def dots(path: Path, panels: dict[str, dict[str, dict[str, Number]]]):
             values, errors = _separated(numbers.values())
             label = as_label(name)
             axes.errorbar(values, heights, xerr=errors, label=label, color=f"C{index}", **DOT)
-        axes.set_title(as_label(title), fontsize=9)
+        lines = [fill(line, LETTERS_OF_TITLE) for line in title.splitlines()]
+        axes.set_title(as_label("\n".join(lines)), fontsize=9)
         _name_ticks(axes.set_yticks, rows, fontsize=7)
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(plain_number)

@@ -23,12 +23,15 @@ from hope_hf.common.program import importing, program
 from hope_hf.data import named_files
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hope_hf import HopeConfig
 
 # All are held in memory.
 MOST_TEXTS = 1000
 # Positions behind a text that questions take.
 ROOM_OF_QUESTIONS = 64
+_CHARACTERS_OF_TOKEN = 16
 
 
 def make_parser() -> Parser:
@@ -101,6 +104,7 @@ def main(argv: list[str]) -> int:
     tokenizer = load_tokenizer(options.model)
     check_vocabulary(tokenizer, config.vocab_size)
     prose = read_prose(options.train_file)
+    _check_prose(prose, tokenizer, options)
     model = load_model(options.model, config, named).to(device).requires_grad_(False)
     torch.manual_seed(options.seed)
     source = AskedTexts(tokenizer, prose, options.block_size, options.seed)
@@ -121,6 +125,20 @@ def _layers(options: Namespace, candidates: list[int]) -> list[int] | None:
                 f"{', '.join(map(str, candidates))}: name some of these."
             )
     return layers or None
+
+
+def _check_prose(prose: str, tokenizer: "PreTrainedTokenizerBase", options: Namespace) -> None:
+    """ValueError unless the prose fills one text: a shorter one would repeat it, and teach little but facts."""
+    from hope_hf.data import plain_ids
+
+    # Few tokens have so many characters, and a novel is not encoded twice.
+    beginning = prose[: _CHARACTERS_OF_TOKEN * options.block_size]
+    tokens = len(plain_ids(tokenizer, beginning))
+    if tokens < options.block_size:
+        raise ValueError(
+            f"--train_file {options.train_file} has {tokens:,} tokens, and one text has {options.block_size:,} "
+            "(--block_size): give more prose."
+        )
 
 
 def _check_lengths(options: Namespace, config: "HopeConfig") -> None:

@@ -59,6 +59,11 @@ def test_sampling_flags_are_those_of_transformers(complete, model, tokenizer):
     assert complete("--prompt", "w10", *GREEDY, "--repetition_penalty", "50")[1].strip() == tokenizer.decode(found)
 
 
+def test_an_empty_text_is_answered_with_the_flag(complete):
+    status, _, errors = complete(typed="\n")
+    assert status == 2 and "the text is empty: give --prompt TEXT" in errors
+
+
 def test_mistakes_are_one_sentence(complete):
     for words, match in (
         (["--top_k", "2", "--do_sample", "false"], "--top_k"),

@@ -31,6 +31,7 @@ MISTAKES = [
     ("train", "--output_dir out --resume_from_checkpoint missing", "--resume_from_checkpoint: missing is not a fold"),
     ("train", "--output_dir out --resume_from_checkpoint latest", "out holds no checkpoint"),
     ("train", "--output_dir run --seed 2", "holds another run: seed was 42 and is now 2"),
+    ("train", "--output_dir run --seed 3", "repeat its flags to continue it (hope-hf train --output_dir run), or"),
     ("train", "--output_dir run --resume_from_checkpoint latest --seed 2", "seed was 42 and is now 2"),
     ("eval", "missing.yaml", "The recipe missing.yaml cannot be read"),
     ("eval", "--suite perplexity", "--suite perplexity needs a model"),
@@ -42,6 +43,8 @@ MISTAKES = [
     ("eval", "--compare missing run", "--compare missing holds no results.json"),
     ("generate", "./missing --prompt x", "MODEL ./missing does not exist"),
     ("generate", "model --prompt x --memory text.txt", "--memory text.txt is a file"),
+    ("generate", "text.txt --prompt x", "MODEL text.txt is a file: name its folder."),
+    ("generate", "model --no_such_flag", "There is no flag --no_such_flag; hope-hf generate --help lists the flags."),
     ("chat", "./missing", "MODEL ./missing does not exist"),
     ("chat", "model --file missing.txt", "--file missing.txt cannot be read"),
     ("chat", "model --tokenizer_name ./missing", "--tokenizer_name ./missing does not exist"),
@@ -57,6 +60,7 @@ MISTAKES = [
     ("tokenizer", "--dataset_mixture missing.yaml --output_dir out", "--dataset_mixture missing.yaml cannot be read"),
     ("tokenizer", "--files text.txt --output_dir text.txt", "--output_dir text.txt is a file"),
     ("convert", "./missing --output_dir out", "--from ./missing does not exist"),
+    ("convert", "text.txt --output_dir out", "--from text.txt is a file: name its folder."),
     ("convert", "model --output_dir run", "--output_dir run exists and is not an empty folder"),
     ("retain", "./missing --train_file text.txt --output_dir out", "MODEL ./missing does not exist"),
     ("retain", "model --train_file missing.txt --output_dir out", "--train_file missing.txt does not exist"),
@@ -111,7 +115,8 @@ def answers(tmp_path_factory):
     (folder / "mix.yaml").write_text("corpora:\n  a:\n    files: text.txt\n    weight: 1\n")
     (folder / "model").mkdir()
     (folder / "run").mkdir()
-    record = {"identity": {"seed": 42}, "complete": False, "run_id": "0a", "defaults": {}, "command": ["hope-hf"]}
+    record = {"identity": {"seed": 42}, "complete": False, "run_id": "0a", "defaults": {}}
+    record["command"] = ["/a/bin/hope-hf", "train", "--output_dir", "run"]
     (folder / "run" / "run.json").write_text(json.dumps(record))
     lines = [["--version"], ["--help"]]
     for name in COMMANDS:

@@ -68,6 +68,16 @@ def test_a_source_that_is_not_there(refused, tmp_path, monkeypatch):
     assert f"--from {tmp_path / 'none'}" in refused(tmp_path / "none")
 
 
+def test_a_folder_without_a_config_is_answered_with_what_it_holds(refused, tmp_path, converted):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert f"--from {folder} holds no config.json: name the folder of a model." in refused(folder)
+    (folder / "model.gguf").touch()
+    assert "name the folder of a model, or add --gguf_file model.gguf." in refused(folder)
+    (folder / "llama").symlink_to(converted.parent / "llama")
+    assert f"name the folder of a model, such as {folder / 'llama'}." in refused(folder)
+
+
 def test_the_model_is_named_once_with_or_without_the_flag(converted, tmp_path, capsys):
     source = str(converted.parent / "llama")
     out = ["--output_dir", str(tmp_path / "hope")]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hope_hf.data import DataConfig, build_data, save_tokenizer, train_tokenizer
+from hope_hf.data import DataConfig, build_data, load_tokenizer, save_tokenizer, train_tokenizer
 from hope_hf.data.packing import IGNORED
+from hope_hf.data.text_facts import text_facts
 
 TEXTS = [
     f"Document {index} tells of naïve £{index * 37} cats, dogs and numbers. " * (1 + index % 7) for index in range(80)
@@ -98,6 +99,14 @@ def test_synthetic_rows_are_seeded_and_within_the_vocabulary():
     resumed, _ = next(iter(build_data(config, state=state).train))
     assert torch.equal(resumed["input_ids"], following)
     assert data.validation_bytes_per_token == 1.0
+
+
+def test_a_mixture_that_comes_with_the_package_is_read_in_any_folder(tmp_path, monkeypatch, tokenizer_dir):
+    monkeypatch.chdir(tmp_path)
+    Path("tinyshakespeare.txt").write_text("\n<|endoftext|>\n".join(TEXTS))
+    config = DataConfig(dataset_mixture="recipes/mixtures/tiny.yaml", tokenizer_name=tokenizer_dir, block_size=32)
+    names = [name for name, _, _ in text_facts(config, load_tokenizer(tokenizer_dir))["--dataset_mixture"]]
+    assert names == ["tiny.yaml", "tinyshakespeare.txt"]
 
 
 def test_bad_input_is_told_in_one_sentence(config, monkeypatch):

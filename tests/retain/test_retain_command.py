@@ -21,6 +21,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("retain")
     (folder / "prose.txt").write_text(PROSE)
     (folder / "empty.txt").write_text("\n\n")
+    (folder / "line.txt").write_text("The sea was calm.")
     tokenizer = train_tokenizer([PROSE], 300)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, head_dim=16, max_position_embeddings=512)
     kinds = {"windows": ["window_attention"] * 4, "memories": ["window_attention", "hope_memory"]}
@@ -106,6 +107,7 @@ ERRORS = [
     ([], {"model": "missing"}, "MODEL {place}/missing does not exist"),
     ([], {"file": "missing.txt"}, "--train_file {place}/missing.txt does not exist"),
     ([], {"file": "empty.txt"}, "--train_file {place}/empty.txt holds no text"),
+    ([], {"file": "line.txt"}, "tokens, and one text has 256 (--block_size): give more prose."),
 ]
 
 

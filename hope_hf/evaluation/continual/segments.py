@@ -259,7 +259,7 @@ def _means(rows: list[Row]) -> Row:
 def draw(rows: list[Row], path: Path):
     """Bits per byte and forgetting of each segment over tokens, or over steps if tokens are not known."""
     unit = "step" if any(row["tokens"] is None for row in rows) else "tokens"
-    columns = {"bits per byte": "bits_per_byte", "forgetting: loss above the best earlier checkpoint": "forgetting"}
+    columns = {"bits per byte": "bits_per_byte", "forgetting, nats per token": "forgetting"}
     panels = {}
     for title, name in columns.items():
         curves = {}

@@ -142,8 +142,11 @@ def record_in(folder: Path, identity: dict, changeable: Collection[str]) -> dict
     record = read_record(folder)
     has_checkpoint = record["complete"] or any(folder.glob("checkpoint-*"))
     # of a run that was changed, the first command is refused as well
-    last = commands_of(record)[-1]
-    command = f" ({shlex.join(map(str, last))})"
+    program, *flags = map(str, commands_of(record)[-1])
+    # The shell finds the console command, wherever pip has put it.
+    if Path(program).name == "hope-hf":
+        program = "hope-hf"
+    command = f" ({shlex.join([program, *flags])})"
     theirs = record["identity"]
     require_same_run(f"--output_dir {folder}", identity, theirs, changeable, has_checkpoint, command)
     return record

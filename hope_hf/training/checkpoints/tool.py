@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
     options = make_parser().parse_args(argv)
     if options.command == "consolidate":
         check_output(options.to, "--to")
+        if os.path.lexists(options.to):
+            raise ValueError(f"--to {options.to} exists: name a new folder.")
     folder = Path(options.dir)
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder: name a checkpoint-<step>, or the --output_dir of a run.")
@@ -90,8 +92,6 @@ def _info(folder: Path) -> str:
 
 def _consolidate(manifest: Manifest, out: Path):
     folder = manifest.folder
-    if os.path.lexists(out):
-        raise ValueError(f"--to {out} exists: name a new folder.")
     parts = {path.name for path in manifest.part_files()}
     if not parts:
         # Loading the copy would follow its index wherever it points.

@@ -48,6 +48,8 @@ def test_consolidate_makes_a_folder_that_loads(output_dir, tmp_path, capsys):
         (["info", "."], "is not a finished checkpoint"),
         (["verify", "."], "has no manifest.json"),
         (["consolidate", "."], "--to"),
+        # Before the checkpoint is read.
+        (["consolidate", ".", "--to", "."], "--to . exists: name a new folder"),
         (["burn", "."], "invalid choice"),
     ],
 )
