@@ -123,8 +123,8 @@ def _columns_of_tail(spans: Sequence[ChunkSpan], rows: int, tail_size: int) -> T
     columns = columns.expand(rows, -1).unsqueeze(-1)
     tail = columns[:, :tail_size]
     for span in spans:
-        slots = columns[:, tail_size + span.start : tail_size + span.stop]
-        padded = with_tail(slots, tail, span)
+        columns_of_span = columns[:, tail_size + span.start : tail_size + span.stop]
+        padded = with_tail(columns_of_span, tail, span)
         tail = tail_after(padded, tail, span)
     return tail
 
@@ -200,7 +200,8 @@ class _RowScan(torch.autograd.Function):
     def forward(ctx, spans, need_state, has_backward, *tensors):
         inputs, weights, (current, tail) = _group(tensors)
         rows, slots, width = inputs.query.shape
-        call = _Call.of(inputs, weights, _Blocks.of(spans, rows, tail.shape[1]), tail)
+        blocks = _Blocks.of(spans, rows, tail_size=tail.shape[1])
+        call = _Call.of(inputs, weights, blocks, tail)
         reads = torch.empty_like(inputs.query)
         current = current.clone(memory_format=torch.contiguous_format)
         errors = states = columns = None
@@ -318,7 +319,7 @@ def scan_rows(
     if not runs_on(inputs, memories):
         return scan_fused(inputs, memories, state, spans, need_state, recompute)
     (current,), _, tail = state
-    weights = memories.conv_weights, memories.initial, memories.value_share
+    weights = Weights(memories.conv_weights, memories.initial, memories.value_share)
     # `needs_input_grad` is true for leaves even under `no_grad`
     has_backward = torch.is_grad_enabled()
     reads, current, tail = _RowScan.apply(spans, need_state, has_backward, *inputs, *weights, current, tail)

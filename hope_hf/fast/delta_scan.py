@@ -219,7 +219,8 @@ class _Scan(torch.autograd.Function):
                 if shared:
                     saved = saved._replace(chunk_start=saved.current)
                 backward = SpanBackward(inputs, weights, span, ctx.shape, saved, grad_inputs, grad_views)
-                grad_state = backward.run(grad_reads[:, span.start : span.stop], grad_state, current_after)
+                grad_reads_of_span = grad_reads[:, span.start : span.stop]
+                grad_state = backward.run(grad_reads_of_span, grad_state, current_after)
                 current_after = saved.current
         return None, None, None, None, None, None, *grad_inputs, *grad_weights, *grad_state
 

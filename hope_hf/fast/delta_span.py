@@ -302,8 +302,10 @@ class SpanBackward:
             products_of_keys += torch.bmm(grad_others, errors[..., others].mT)
             decayed_others = tokens.from_start * grad_others
             grad_both[:, 0] += torch.bmm(decayed_others, current[..., others].mT)
-            self.grad_current[..., content] += torch.bmm(rows.mT, decayed)
-            self.grad_current[..., others] += torch.bmm(tokens.keys.mT, decayed_others)
+            grad_of_content = torch.bmm(rows.mT, decayed)
+            grad_of_others = torch.bmm(tokens.keys.mT, decayed_others)
+            self.grad_current[..., content] += grad_of_content
+            self.grad_current[..., others] += grad_of_others
         else:
             self.grad_current.baddbmm_(rows.mT, decayed)
         products.mul_(tokens.decay.unsqueeze(1))
@@ -400,13 +402,20 @@ class SpanBackward:
 
     def norm_backward(self, index: int, grad: Tensor) -> None:
         """Through the norm of k (0), v (1) or q (2): `grad` [b, C, D] is changed in place."""
-        unit = (self.tokens.keys, self.tokens.values, self.tokens.queries)[index]
-        dot = self.value_dot if index == 1 else (grad * unit).sum(-1, keepdim=True)
+        tokens = self.tokens
+        units = tokens.keys, tokens.values, tokens.queries
+        unit = units[index]
+        if index == 1:
+            dot = self.value_dot
+        else:
+            dot = (grad * unit).sum(-1, keepdim=True)
         if dot is not None:
             grad.addcmul_(unit, dot, value=-1).mul_(self.scales[index])
 
     def projection_backward(self, index: int, grad: Tensor, grad_start: Tensor) -> Tensor:
         """Through the memory that projects k (0) or v (1), whose gradient is added to `grad_start`."""
         columns = self.shape.projected[index]
-        grad_start[..., columns] += torch.bmm(self.inputs[index][:, self.cut].mT, grad)
-        return torch.baddbmm(grad, grad, self.saved.chunk_start[..., columns].mT)
+        raw = self.inputs[index][:, self.cut]
+        grad_start[..., columns] += torch.bmm(raw.mT, grad)
+        deviation = self.saved.chunk_start[..., columns]
+        return torch.baddbmm(grad, grad, deviation.mT)

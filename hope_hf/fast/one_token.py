@@ -173,7 +173,8 @@ def _convolved(padded: Tensor, raw: Tensor, conv_weights: Tensor, span: ChunkSpa
     if span.inside is not None:
         inside = span.inside.squeeze(-1).transpose(0, 1)
         # the token itself always belongs to its document
-        padded = torch.cat([padded[:, :-1] * inside, raw], dim=1)
+        earlier = padded[:, :-1] * inside
+        padded = torch.cat([earlier, raw], dim=1)
     weights = conv_weights.squeeze(2).transpose(0, 1)
     return (padded * weights).sum(1)
 
@@ -233,8 +234,8 @@ class _GateWeights(NamedTuple):
 def _gate_row(bias: Tensor, dtype: torch.dtype, sign: float = 1, scale: float = 1, lowest: float = 0) -> Tensor:
     """`sign`, `sign bias`, `scale` and `lowest` of a gate with `bias` [H], as in `_GateWeights`; [4, H]."""
     bias = bias.to(dtype)
-    ones = torch.ones_like(bias)
-    return torch.stack([sign * ones, sign * bias, scale * ones, lowest * ones])
+    rows = torch.full_like(bias, sign), sign * bias, torch.full_like(bias, scale), torch.full_like(bias, lowest)
+    return torch.stack(rows)
 
 
 def _side_by_side(weights: list[Tensor], heads: int, width: int) -> Tensor:
@@ -272,8 +273,9 @@ class _TokenMemory(NamedTuple):
         if not _is_of_class(mixer, "SelfModifyingTitans") or mixer.config.memory_rule != "delta":
             return None
         convolutions = mixer.k_conv1d, mixer.v_conv1d, mixer.q_conv1d
-        parts = norm, mixer, mixer.o_norm, mixer.gates, *convolutions, mixer.initial_memory, mixer.value_share
-        if not all(map(_is_plain, parts)):
+        gates = mixer.gates
+        modules_of_mixer = mixer.o_norm, gates, mixer.initial_memory, mixer.value_share
+        if not all(map(_is_plain, (norm, mixer, *convolutions, *modules_of_mixer))):
             return None
         dtype = torch.promote_types(low, torch.float32)
         (initial,) = mixer.initial_memory(dtype)
@@ -282,7 +284,7 @@ class _TokenMemory(NamedTuple):
         conv_weights = _side_by_side(weights_of_streams, heads, width)
         value_share = mixer.value_share(dtype).view(heads, 1, 1)
         memories = DeltaMemories(conv_weights, mixer.projected, initial, value_share, mixer.rate_factors)
-        linear = mixer.gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj
+        linear = gates.gate_proj, mixer.k_proj, mixer.v_proj, mixer.q_proj, mixer.g_proj
         largest_rate = float(mixer.config.memory_learning_rate_max)
         return cls(
             norm=_norm_of(norm, low),
@@ -290,7 +292,7 @@ class _TokenMemory(NamedTuple):
             maps=tuple(map(_map_of, linear)),
             residual=_residual_of(mixer.o_proj),
             memories=memories,
-            gates=_GateWeights.of(mixer.gates, largest_rate, dtype),
+            gates=_GateWeights.of(gates, largest_rate, dtype),
             least=initial.new_tensor(NORM_EPSILON**0.5),
         )
 
@@ -327,7 +329,8 @@ class _TokenMemory(NamedTuple):
         gates = weights.token_gates(logits.to(tail.dtype), rows, plan)
         chunk_start = tuple(part.flatten(0, 1) for part in chunk_start)
         state = ScanState((current.flatten(0, 1),), chunk_start, tail.flatten(0, 1))
-        reads, after = step_token(raw, gates, weights.memories, state, plan.spans[0], self.least)
+        (span,) = plan.spans
+        reads, after = step_token(raw, gates, weights.memories, state, span, self.least)
         normed_reads = self.norm_of_reads(reads).view(rows, -1)
         gated = normed_reads.to(gate.dtype) * F.silu(gate)
         # `view`: torch's `unflatten` is a Python function, which costs a token microseconds
@@ -348,7 +351,8 @@ class _TokenMemory(NamedTuple):
         heads = rows_times_heads // rows
         if rows > 1:
             values = values.view(rows, -1, heads).transpose(0, 1)
-        rate, retention, *others = values.reshape(-1, rows_times_heads, 1, 1).unbind(0)
+        by_gate = values.reshape(-1, rows_times_heads, 1, 1)
+        rate, retention, *others = by_gate.unbind(0)
         retention = retention.pow(weights.power)
         value_norm = others[0] if others else None
         own_share = self.memories.value_share

@@ -303,8 +303,8 @@ def _key_blocks(blocks: Tensor, base: int, size: int) -> list[_KeyBlock]:
     ordered, order = selected.sort(dim=1, stable=True)
     heads = torch.arange(len(selected), device=blocks.device)
     ordered += heads[:, None] * bins
-    counts = ordered.view(-1).bincount(minlength=len(heads) * bins).tolist()
-    queries_of_blocks = (order // number).view(-1).split(counts)
+    counts = ordered.view(-1).bincount(minlength=len(heads) * bins)
+    queries_of_blocks = (order // number).view(-1).split(counts.tolist())
     inside = torch.arange(size, device=blocks.device)
     is_later = inside[:, None] < inside
     hidden = is_later[:, None]
@@ -400,8 +400,9 @@ class _Selected(torch.autograd.Function):
         row_dot = torch.empty_like(gates)
         for start in range(0, queries.shape[2], _QUERY_TILE):
             part = slice(start, start + _QUERY_TILE)
-            dot = torch.linalg.vecdot(grad[:, :, part], reads[:, :, part])
-            row_dot[:, :, part, :, 0] = dot
+            grad_of_tile = grad[:, :, part]
+            reads_of_tile = reads[:, :, part]
+            row_dot[:, :, part, :, 0] = torch.linalg.vecdot(grad_of_tile, reads_of_tile)
         # three numbers per query and head, gathered together
         numbers = torch.cat([ctx.log_sums, row_dot, gates], dim=-1)
         queries_of = _rows_by_head(queries)

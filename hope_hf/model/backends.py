@@ -40,7 +40,8 @@ def asked_kernels() -> str:
     """The value of `HOPE_KERNELS`; ValueError for an unknown one."""
     asked = os.environ.get(VARIABLE, "auto")
     if asked not in KERNELS:
-        raise ValueError(f"{VARIABLE}={asked} is unknown: set it to {', '.join(KERNELS[:-1])} or {KERNELS[-1]}.")
+        *others, last = KERNELS
+        raise ValueError(f"{VARIABLE}={asked} is unknown: set it to {', '.join(others)} or {last}.")
     return asked
 
 

@@ -118,7 +118,10 @@ class HopeCache(Rows, DynamicCache):
         """`archive`: whether to keep the tokens that are read, for `recall`: 4 bytes a token."""
         super().__init__(config=config)
         # the parts besides the layers, by the prefix of their tensors in a file
-        self.others: dict[str, CachePart] = {"levels": LearnedLevels(), "archive": Archive(config.vocab_size, archive)}
+        self.others: dict[str, CachePart] = {
+            "levels": LearnedLevels(),
+            "archive": Archive(config.vocab_size, archive),
+        }
         # of `recall`, by row and length of a passage
         self._indices: dict[tuple[int, int], PassageIndex] = {}
 
@@ -447,8 +450,10 @@ class HopeCache(Rows, DynamicCache):
             )
         learned = _popped(tensors, "levels.")
         archived = _popped(tensors, "archive.")
-        # of files of before: the archive tells which tokens were read
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".digest")}
+        for name in list(tensors):
+            # of files of before: the archive tells which tokens were read
+            if name.endswith(".digest"):
+                del tensors[name]
         one_token = cls._of_one_token(model).state_tensors()
         check_tensors(folder, tensors, one_token)
         for name, tensor in tensors.items():

@@ -22,6 +22,7 @@ from .chunks import Past, plan_chunks, plan_slots
 from .configuration_hope import HopeConfig
 from .documents import Documents, boundaries_of, mask_of_call, read_documents
 from .level_learning import deltas_by_block
+from .loss import IGNORED
 from .mixers import MIXERS
 from .retaining_plan import Sizes, plan_retaining, retaining_angles
 from .window_attention import plan_window, window_angles
@@ -226,7 +227,8 @@ def _check_tokens(input_ids: Tensor, vocab_size: int) -> None:
 def check_labels(labels: Tensor, vocab_size: int) -> None:
     """ValueError for labels that are no tokens; on the CPU only, where the check does not wait for a device."""
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+        is_token = (labels >= 0) & (labels < vocab_size)
+        wrong = labels[~is_token & (labels != IGNORED)]
         if len(wrong):
             raise ValueError(
                 f"labels hold {int(wrong[0])}: give tokens from 0 to {vocab_size - 1}, or -100 to skip one"

@@ -345,7 +345,7 @@ def _slots(rows: _Rows, offset: Tensor, chunk: int) -> Tensor:
     index_without_document = rank + offset[:, None]
     index_in_document = torch.where(first >= 0, rank - first, index_without_document)
     # at each document's first token, the size of the document before it, which may end in the middle of a chunk
-    first_before = F.pad(first, (1, 0), value=-1)[:, :-1]
+    first_before = F.pad(first, (1, -1), value=-1)
     size_before = torch.where(first_before >= 0, rank - first_before, index_without_document)
     chunks_filled = -(-size_before // chunk)
     chunks_before = torch.where(rows.begins, chunks_filled, 0).cumsum(1)
@@ -380,7 +380,8 @@ def _plain_spans(length: int, chunk: int, seen: int) -> list[ChunkSpan]:
     while start < length:
         tokens_in_chunk = (seen + start) % chunk
         stop = min(start + chunk - tokens_in_chunk, length)
-        spans.append(ChunkSpan(start, stop, closes=(seen + stop) % chunk == 0))
+        closes = (seen + stop) % chunk == 0
+        spans.append(ChunkSpan(start, stop, closes))
         start = stop
     return spans
 

@@ -322,8 +322,10 @@ class HopeConfig(PreTrainedConfig):
         if self.level_intermediate_sizes is None and self.level_periods:
             # A SwiGLU of width w has 3 * w * hidden_size parameters.
             squares = min((mixer.level_parameters for mixer in self.mixers), default=0)
-            width = squares * self.hidden_size / (3 * len(self.level_periods))
-            self.level_intermediate_sizes = [max(8, round(width / 8) * 8)] * len(self.level_periods)
+            levels = len(self.level_periods)
+            width = squares * self.hidden_size / (3 * levels)
+            multiple_of_8 = round(width / 8) * 8
+            self.level_intermediate_sizes = [max(8, multiple_of_8)] * levels
 
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, LevelLearning.of(value) if name == "level_learning" else value)

@@ -57,8 +57,7 @@ def read_documents(
     """
     batch_size, length = hidden_states.shape[:2]
     device = hidden_states.device
-    is_row_of_call = position_ids is None or (position_ids.ndim == 2 and position_ids.shape[1] == length)
-    if not is_row_of_call:
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != length):
         raise ValueError(
             f"position_ids has the shape {tuple(position_ids.shape)}, and (batch, {length}) is needed: give those "
             "of a single text as position_ids[None]"
@@ -254,7 +253,7 @@ def _begins_of_numbers(numbers: Tensor) -> Tensor:
     column = torch.arange(length, device=numbers.device)
     real = numbers > 0
     last_real = torch.where(real, column, -1).cummax(1).values
-    real_before = F.pad(last_real, (1, 0), value=-1)[:, :-1]
+    real_before = F.pad(last_real, (1, -1), value=-1)
     number_before = numbers.gather(1, real_before.clamp(min=0))
     differs = number_before != numbers
     is_first = real_before < 0

@@ -20,7 +20,8 @@ from .recall import Passage, join_passages
 
 logger = logging.get_logger(__name__)
 # Before 5.21, a prefill in chunks treats a filled cache as empty.
-_CHUNKS_FOLLOW_A_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+_MAJOR, _MINOR, *_ = transformers.__version__.split(".")
+_CHUNKS_FOLLOW_A_CACHE = (int(_MAJOR), int(_MINOR)) >= (5, 21)
 
 
 @takes_cache
@@ -121,9 +122,9 @@ class HopeGenerationMixin(GenerationMixin):
         tokens = tokens[:, prompt.length : -1]
         if not tokens.shape[1]:
             return
-        is_real = prompt.is_real(tokens).to(prompt.mask.dtype)
         cache.rollback(prompt.snapshot)
-        self._read_again(tokens, torch.cat([prompt.mask, is_real], dim=1), cache, True, freeze_memories)
+        mask = _extended_mask(prompt.mask, tokens, prompt)
+        self._read_again(tokens, mask, cache, True, freeze_memories)
 
     @takes_cache
     def _generate_with_passages(
@@ -183,7 +184,7 @@ class HopeGenerationMixin(GenerationMixin):
             self._read_again(tokens, mask, cache, learn, freeze_memories)
             # `generate` does not read the last token
             new = generated[:, :-1]
-            mask = torch.cat([mask, prompt.is_real(new).to(mask.dtype)], dim=1)
+            mask = _extended_mask(mask, new, prompt)
             self._read_again(new, mask, cache, learn_generated, freeze_memories)
         except BaseException:
             cache.rollback(before)
@@ -323,6 +324,12 @@ class _Prompt:
         return real
 
 
+def _extended_mask(mask: Tensor, tokens: Tensor, prompt: _Prompt) -> Tensor:
+    """A mask of all columns read with those of generated tokens [B, T] behind them."""
+    is_real = prompt.is_real(tokens)
+    return torch.cat([mask, is_real.to(mask.dtype)], dim=1)
+
+
 def _require_recall(cache, tokenizer, input_ids) -> None:
     """ValueError if the arguments of `generate` do not allow recall."""
     if not hasattr(cache, "recall"):
@@ -423,7 +430,8 @@ def _with_columns_read(mask: Tensor, inputs: Tensor, cache: Cache | None) -> Ten
         return mask
     if _is_whole_text(inputs, cache, int(read)):
         return mask
-    return torch.cat([mask.new_ones(len(mask), int(read)), mask], dim=1)
+    columns_read = mask.new_ones(len(mask), int(read))
+    return torch.cat([columns_read, mask], dim=1)
 
 
 def _is_whole_text(inputs: Tensor, cache: Cache, read: int) -> bool:

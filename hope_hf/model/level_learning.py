@@ -164,7 +164,8 @@ class Learner(NamedTuple):
         deltas = {}
         for key, weight in self.weights.items():
             dtype = _wide_dtype(weight)
-            deltas[key] = torch.zeros(rows, *weight.shape, dtype=dtype, device=weight.device)
+            shape = rows, *weight.shape
+            deltas[key] = torch.zeros(shape, dtype=dtype, device=weight.device)
         first = next(iter(deltas.values()))
         levels = len(self.learning.periods)
         counts = torch.zeros(rows, levels, dtype=torch.long, device=first.device)
@@ -205,9 +206,13 @@ def _wide_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> dict[int, dict[int, dict[str, Tensor]]]:
+# Differences to the weights [B, o, i] by block, level and matrix.
+ByBlock = dict[int, dict[int, dict[str, Tensor]]]
+
+
+def deltas_by_block(config: PreTrainedConfig, deltas: ByMatrix) -> ByBlock:
     """Differences to the weights [B, o, i] by block, level and matrix; ValueError if they are of another model."""
-    blocks: dict[int, dict[int, dict[str, Tensor]]] = {}
+    blocks: ByBlock = {}
     sizes = config.level_intermediate_sizes
     for (block, level, matrix), delta in deltas.items():
         needed = None

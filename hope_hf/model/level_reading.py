@@ -46,12 +46,14 @@ class LearningReport:
     state_bytes: int
 
     def __str__(self) -> str:
-        parts = [f"read {self.tokens} tokens at {self.loss:.4f} nats per token", f"{sum(self.steps)} steps"]
+        parts = [f"read {self.tokens} tokens at {self.loss:.4f} nats per token"]
+        parts.append(f"{sum(self.steps)} steps")
         if self.skipped_gate:
             parts.append(f"{self.skipped_gate} steps left out (by the gate)")
         if self.skipped_not_finite:
             parts.append(f"{self.skipped_not_finite} steps left out (not finite)")
-        parts += [f"drift {100 * self.drift:.2f} %", f"{self.state_bytes / 1e6:.1f} MB held"]
+        parts.append(f"drift {100 * self.drift:.2f} %")
+        parts.append(f"{self.state_bytes / 1e6:.1f} MB held")
         return ", ".join(parts)
 
 
@@ -253,7 +255,9 @@ def _reading_of_pieces(results: list[PieceResult]) -> Reading:
     hidden, losses, scored = zip(*results, strict=True)
     pieces = []
     for result in results:
-        pieces.append((float(result.loss.sum()), int(result.scored.sum())))
+        loss = float(result.loss.sum())
+        predictions = int(result.scored.sum())
+        pieces.append((loss, predictions))
     return Reading(
         hidden=None if hidden[0] is None else torch.cat(hidden, dim=1),
         loss=torch.stack(losses).sum(0),

@@ -136,7 +136,8 @@ class DeltaMemories(NamedTuple):
         initial_reads = [keys] * len(self.projected)
         initial_reads.append(keys @ self.initial)
         targets = values.repeat(1, 1, len(self.rate_factors))
-        right = torch.cat(initial_reads, dim=-1) + decay_from_start * (keys @ deviation) - targets
+        reads_of_deviation = decay_from_start * (keys @ deviation)
+        right = torch.cat(initial_reads, dim=-1) + reads_of_deviation - targets
         # A of each memory, times its rho
         errors = []
         for factor, right_of_memory in zip(self.rate_factors, right.split(width, dim=-1), strict=True):

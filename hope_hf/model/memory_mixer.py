@@ -144,7 +144,8 @@ class MemoryGates(nn.Module):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
             heads = len(self.dt_bias)
-            rate_logits, time_step, *more_logits = logits.to(dtype).split(heads, dim=-1)
+            logits_of_gates = logits.to(dtype).split(heads, dim=-1)
+            rate_logits, time_step, *more_logits = logits_of_gates
             largest_rate = float(self.config.memory_learning_rate_max)
             rate_logits = rate_logits + self.learning_rate_bias.to(dtype)
             rate = largest_rate * rate_logits.sigmoid()
@@ -178,8 +179,9 @@ class MemoryGates(nn.Module):
         if config.retention_bias is None:
             # as in flash-linear-attention; transformers' Qwen3-Next has time steps of 1.3
             shortest, longest = _TIME_STEPS
-            log_step = torch.empty(heads).uniform_(math.log(shortest), math.log(longest))
-            step = log_step.exp()
+            log_steps = torch.empty(heads)
+            log_steps.uniform_(math.log(shortest), math.log(longest))
+            step = log_steps.exp()
             inverse_softplus = step + torch.log(-torch.expm1(-step))
             init.copy_(self.dt_bias, inverse_softplus)
             decay_rate = torch.empty(heads).uniform_(*_DECAY_RATES)

@@ -82,8 +82,9 @@ class HopeBlock(GradientCheckpointingLayer):
         if memory is not None:
             hidden_states, state = memory.read(hidden_states, state, context["chunks"])
         else:
+            normed = self.input_layernorm(hidden_states)
             # attention also returns its weights, which transformers records
-            mixed, state, *_ = self.mixer(self.input_layernorm(hidden_states), state, **context)
+            mixed, state, *_ = self.mixer(normed, state, **context)
             hidden_states = hidden_states + mixed
         if fast_levels is None or deltas:
             hidden_states = self.continuum(hidden_states, deltas)
@@ -136,12 +137,14 @@ class HopePreTrainedModel(FreezesMemories, PreTrainedModel):
         elif getattr(module, "ends_branch", False):
             # Keeps the scale of the residual stream at any depth, with two branches per layer. A flag on the Linear,
             # because `_init_weights` is only called for modules that own parameters.
-            init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
+            branches = 2 * self.config.num_hidden_layers
+            init.normal_(module.weight, std=std / branches**0.5)
         elif getattr(module, "keeps_scale", False):
             # memories normalise values, attention does not
             init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding) or getattr(module, "is_head", False):
-            init.normal_(module.weight, std=std * min(1.0, _HEAD_WIDTH / self.config.hidden_size) ** 0.5)
+            factor = min(1.0, _HEAD_WIDTH / self.config.hidden_size)
+            init.normal_(module.weight, std=std * factor**0.5)
 
     def compile(self, *args, **kwargs):
         """`nn.Module.compile` of the parts that are the same for every call: with memories, the blocks' levels.
@@ -199,7 +202,9 @@ class HopeModel(HopePreTrainedModel):
         config.validate()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList([HopeBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList()
+        for layer_idx in range(config.num_hidden_layers):
+            self.layers.append(HopeBlock(config, layer_idx))
         self.norm = HopeRMSNorm(config.hidden_size, config.rms_norm_eps)
         # CODEPATH: layers that need positions, as attention does, or none.
         self.rotary_emb = HopeRotaryEmbedding(config) if config.has_positions else None

@@ -60,8 +60,12 @@ class TokenScores(nn.Module):
         """Scores in float32 or wider, multiples of `_SCORE_STEP`."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            hidden = F.linear(hidden_states.to(dtype), self.up_weight.to(dtype), self.up_bias.to(dtype))
-            scores = F.linear(F.gelu(hidden), self.down_weight.to(dtype), self.down_bias.to(dtype))
+            up_weight = self.up_weight.to(dtype)
+            up_bias = self.up_bias.to(dtype)
+            down_weight = self.down_weight.to(dtype)
+            down_bias = self.down_bias.to(dtype)
+            hidden = F.linear(hidden_states.to(dtype), up_weight, up_bias)
+            scores = F.linear(F.gelu(hidden), down_weight, down_bias)
             return (scores / _SCORE_STEP).round() * _SCORE_STEP
 
     @torch.no_grad()
@@ -211,8 +215,12 @@ class HopeRetainingAttention(HopeAttention):
         width = config.head_dim
         window = config.sliding_window + config.retained_block_size
         retained = _mean_retained(config)
-        of_heads = config.attention_sinks * 2 * width + window * (2 * width + 1) + retained * (2 * width + 3)
-        return math.ceil(4 * heads * of_heads)
+        entry = 2 * width
+        numbers = config.attention_sinks * entry
+        numbers += window * (entry + 1)
+        # a position takes 8 bytes
+        numbers += retained * (entry + 3)
+        return math.ceil(4 * heads * numbers)
 
 
 def _mean_retained(config: PreTrainedConfig) -> float:

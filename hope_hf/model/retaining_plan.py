@@ -116,22 +116,25 @@ def _plan_uniform(
     bands = []
     start = 0
     while start < length:
-        first = (plan.seen_before + start) // block * block
-        stop = min(start + block - (plan.seen_before + start) % block, length)
+        start_position = plan.seen_before + start
+        tokens_in_block = start_position % block
+        first = start_position - tokens_in_block
+        stop = min(start + block - tokens_in_block, length)
+        stop_position = plan.seen_before + stop
+        position = torch.arange(start_position, stop_position, device=device)[None]
         # the key of the block's first token
         first_key = window + first - (plan.seen_before - earlier)
-        position = torch.arange(plan.seen_before + start, plan.seen_before + stop, device=device)
         band = _make_band(
             sizes,
             dtype,
             queries=slice(start, stop),
             first_key=first_key,
             stop_key=window + earlier + stop,
-            slot=position[None] - first,
-            position=position[None],
+            slot=position - first,
+            position=position,
             first=first,
             begins=first == 0,
-            ends=plan.seen_before + stop == first + block,
+            ends=stop_position == first + block,
         )
         bands.append(band)
         start = stop
@@ -257,11 +260,13 @@ def _make_band(
     key = torch.arange(start_key, stop_key, device=device) - first_key
     distance = slot[..., None] - key
     # sinks are seen as such; a slot without a token sees itself
-    farthest = (position - sizes.sinks)[..., None].clamp(min=-1 if sizes.sinks else 0)
+    tokens_behind_sinks = (position - sizes.sinks)[..., None]
+    farthest = tokens_behind_sinks.clamp(min=-1 if sizes.sinks else 0)
     hidden = (distance < 0) | (distance > farthest)
     hidden_sinks = sink > position[..., None]
     bias = bias_of(torch.cat([hidden_sinks, hidden], dim=2), dtype)
-    leaving_keys = slice(start_key, max(start_key, first_key - sizes.window + sizes.block))
+    next_window = first_key - sizes.window + sizes.block
+    leaving_keys = slice(start_key, max(start_key, next_window))
     leaving = torch.arange(leaving_keys.start, leaving_keys.stop, device=device) - first_key
     leaving_positions = first + leaving[None]
     return Band(

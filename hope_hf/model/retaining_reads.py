@@ -277,7 +277,8 @@ def _read_band(
         if dropout:
             weights = F.dropout(weights, dropout)
         weights, retained_weights = weights.to(values.dtype).tensor_split([seen], dim=2)
-        read = torch.bmm(weights, values[:, head]) + torch.bmm(retained_weights, retained_values)
+        window_reads = torch.bmm(weights, values[:, head])
+        read = window_reads + torch.bmm(retained_weights, retained_values)
         reads.append(read.unflatten(1, (-1, number)))
     return torch.cat(reads, dim=1)
 

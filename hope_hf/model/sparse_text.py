@@ -297,8 +297,9 @@ def _compressed(before: Tensor, text: Tensor, weight: Tensor, slots: CallSlots) 
         return compressed
     number = _strides(length, stride)
     first = first[:, None]
-    strides = first + torch.arange(number, device=text.device)
-    changed_slots = first * stride + torch.arange(number * stride, device=text.device)
+    slots_of_strides = torch.arange(number * stride, device=text.device)
+    strides = first + slots_of_strides[:number]
+    changed_slots = first * stride + slots_of_strides
     changed = text.gather(2, _index(changed_slots, like=text))
     new = compress(changed, weight)
     return compressed.scatter_(2, _index(strides, like=text), new)
