@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import attention_arguments, check_reach
@@ -259,29 +259,36 @@ def check_cache(cache: Cache, config: HopeConfig, hidden_states: Tensor) -> Past
     # kinds of layers, of which one has been checked
     checked = set()
     for layer, kind in zip(layers, config.layer_types, strict=True):
-        mixer = MIXERS[kind]
         state_class = getattr(layer, "state_class", None)
-        expected = mixer.state_class
+        expected = MIXERS[kind].state_class
         # compared by name, since another copy of the code may have made the cache
         if state_class is not expected and _name(state_class) != _name(expected):
             raise ValueError(
                 f"the cache is a {type(cache).__name__} with a {type(layer).__name__} where this model has a "
                 f"layer of type '{kind}': give a HopeCache(model.config)"
             )
-        if kind in checked:
-            continue
-        if state_class is not None and layer.state is not None:
-            mixer.check_state(layer.state, config, hidden_states.dtype)
-            checked.add(kind)
-        # a layer that quantises its keys may hold none of them as they are
-        elif state_class is None and layer.is_initialized and layer.keys is not None and layer.keys.numel():
-            check_rows(len(layer.keys), hidden_states)
-            _check_keys(layer.keys.dtype, hidden_states)
+        if kind not in checked and _check_layer(layer, kind, config, hidden_states):
             checked.add(kind)
     past = past_of(cache)
     if past is not None:
         check_rows(len(past.seen), hidden_states)
     return past
+
+
+def _check_layer(layer: CacheLayerMixin, kind: str, config: HopeConfig, hidden_states: Tensor) -> bool:
+    """Whether a layer of a cache holds something to check; ValueError if the model cannot go on with it."""
+    mixer = MIXERS[kind]
+    if mixer.state_class is not None:
+        if layer.state is None:
+            return False
+        mixer.check_state(layer.state, config, hidden_states.dtype)
+        return True
+    # a layer that quantises its keys may hold none of them as they are
+    if not layer.is_initialized or layer.keys is None or not layer.keys.numel():
+        return False
+    check_rows(len(layer.keys), hidden_states)
+    _check_keys(layer.keys.dtype, hidden_states)
+    return True
 
 
 def _name(state_class: type[tuple] | None) -> str | None:

@@ -180,7 +180,8 @@ class HopeGenerationMixin(GenerationMixin):
             repeats = len(generated) // len(tokens)
             if repeats > 1:
                 cache.batch_repeat_interleave(repeats)
-            tokens, mask = (tensor.repeat_interleave(repeats, dim=0) for tensor in (tokens, mask))
+            tokens = tokens.repeat_interleave(repeats, dim=0)
+            mask = mask.repeat_interleave(repeats, dim=0)
             self._read_again(tokens, mask, cache, learn, freeze_memories)
             # `generate` does not read the last token
             new = generated[:, :-1]
@@ -189,7 +190,8 @@ class HopeGenerationMixin(GenerationMixin):
         except BaseException:
             cache.rollback(before)
             raise
-        sequences = torch.cat([input_ids.repeat_interleave(repeats, dim=0), generated], dim=1)
+        prompts = input_ids.repeat_interleave(repeats, dim=0)
+        sequences = torch.cat([prompts, generated], dim=1)
         if isinstance(output, Tensor):
             return sequences
         output.sequences = sequences

@@ -11,7 +11,7 @@ Axes: B sequence in batch, T token of the call, S slot (`chunks`), b sequences t
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -175,7 +175,7 @@ class MemoryGates(nn.Module):
         """Learning rates spread over the heads; retention also spread, or drawn as in the gated DeltaNet."""
         config = self.config
         heads = config.num_memory_heads
-        init.copy_(self.learning_rate_bias, torch.linspace(*config.memory_learning_rate_bias, heads))
+        _spread(self.learning_rate_bias, config.memory_learning_rate_bias)
         if config.retention_bias is None:
             # as in flash-linear-attention; transformers' Qwen3-Next has time steps of 1.3
             shortest, longest = _TIME_STEPS
@@ -193,7 +193,13 @@ class MemoryGates(nn.Module):
         if self.value_bias is not None:
             init.zeros_(self.value_bias)
         if self.erase_bias is not None:
-            init.copy_(self.erase_bias, torch.linspace(*config.memory_erase_bias, heads))
+            _spread(self.erase_bias, config.memory_erase_bias)
+
+
+def _spread(bias: Tensor, ends: Sequence[float]) -> None:
+    """Set a bias of all heads [H] to numbers at even distances, from that of the first to that of the last head."""
+    first, last = ends
+    init.copy_(bias, torch.linspace(first, last, len(bias)))
 
 
 class SelfModifyingTitans(Mixer, nn.Module):
@@ -222,11 +228,12 @@ class SelfModifyingTitans(Mixer, nn.Module):
         width = config.hidden_size
         heads = config.num_memory_heads
         inner = heads * config.head_dim
-        self.rule = rule = RULES[config.memory_rule]
+        rule = RULES[config.memory_rule]
+        self.rule = rule
         self.projected = tuple(config.memory_projections)
         # of the memories that project, and of the content memory
-        rate_of_projecting = float(config.projection_memory_rate)
-        self.rate_factors = (*[rate_of_projecting] * len(self.projected), 1.0)
+        rates_of_projecting = [float(config.projection_memory_rate)] * len(self.projected)
+        self.rate_factors = (*rates_of_projecting, 1.0)
         shared = self.projected if rule.shares_input else ()
         self.in_proj = nn.Linear(width, inner, bias=False) if shared else None
         self.k_proj = None if "k" in shared else nn.Linear(width, inner, bias=False)

@@ -74,7 +74,7 @@ class RetainingPlan(SlotPlan):
     # slots of the call's first block that stand for tokens of earlier calls: whether a slot does [B, K]
     is_earlier: Tensor | None = None
     # the key that goes into each slot of the window [W + K] or [B, W + K]; `None` if they stay where they are
-    window_after: Tensor | None = None
+    keys_after: Tensor | None = None
 
 
 def plan_retaining(
@@ -148,7 +148,7 @@ def _plan_uniform(
     first_key = last.first_keys.start + (block if last.ends else 0)
     slot = torch.arange(sizes.window + block, device=device)
     key = first_key - sizes.window + slot
-    plan.window_after = key.clamp(min=0, max=last.keys.stop - 1)
+    plan.keys_after = key.clamp(min=0, max=last.keys.stop - 1)
 
 
 def _plan_token(plan: RetainingPlan, sizes: Sizes, dtype: torch.dtype) -> None:
@@ -181,7 +181,7 @@ def _plan_token(plan: RetainingPlan, sizes: Sizes, dtype: torch.dtype) -> None:
     else:
         key = torch.arange(size, device=position.device)
         moved = torch.where(ends[:, None], key + block, key)
-        plan.window_after = moved.clamp(max=size - 1)
+        plan.keys_after = moved.clamp(max=size - 1)
     plan.bands = (band,)
 
 
@@ -226,7 +226,7 @@ def _plan_slots(plan: RetainingPlan, sizes: Sizes, dtype: torch.dtype, goes_on: 
     first_key = window + (last + ends_last.long()) * block
     window_slot = torch.arange(sizes.window + block, device=device)
     key = first_key[:, None] - sizes.window + window_slot
-    plan.window_after = key.clamp(min=0, max=window + length - 1)
+    plan.keys_after = key.clamp(min=0, max=window + length - 1)
 
 
 def _make_band(

@@ -147,7 +147,7 @@ def read_retaining(
     reads = to_tokens(plan, reads)
     if not need_state:
         return reads, None
-    window_after = keys if plan.window_after is None else keys.take(plan.window_after)
+    window_after = keys if plan.keys_after is None else keys.take(plan.keys_after)
     # a text may be shorter than that
     missing = sizes.sinks - sinks.shape[2]
     sinks = F.pad(sinks, (0, 0, 0, missing))

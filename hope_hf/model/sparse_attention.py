@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,8 @@ class SparseStatistics:
     @staticmethod
     def summary(calls: list[dict], block: int) -> dict[str, float]:
         """Numbers by name from the counts of calls; their order and division do not matter."""
-        total, distances = Counter(), Counter()
+        total = Counter()
+        distances = Counter()
         for call in calls:
             total.update(call["sums"])
             distances.update(call["distances"])
@@ -87,8 +89,8 @@ class SparseStatistics:
         rows = max(1, total["rows"])
         summary = {
             "gate_entropy_mean": total["entropy"] / gates,
-            "gate_entropy_min": min(call["entropy_min"] for call in calls),
-            "gate_max": max(call["gate_max"] for call in calls),
+            "gate_entropy_min": min(map(itemgetter("entropy_min"), calls)),
+            "gate_max": max(map(itemgetter("gate_max"), calls)),
             "gate_collapse_fraction": total["collapsed"] / gates,
         }
         for branch in BRANCHES:
@@ -96,7 +98,7 @@ class SparseStatistics:
         summary |= {
             "rows": total["rows"],
             "k_mean": total["k"] / rows,
-            "k_max": max(call["k_max"] for call in calls),
+            "k_max": max(map(itemgetter("k_max"), calls)),
             "k_at_max_percent": 100 * total["k_at_max"] / rows,
             "selected_distance_median": block * _quantile(distances, 0.5),
             "selected_distance_p95": block * _quantile(distances, 0.95),

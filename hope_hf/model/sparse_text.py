@@ -137,18 +137,13 @@ def _call_slots(inputs: SparseInputs, state: SparseState | None, blocks: SlotPla
         end = base + length
     else:
         at = base[:, None] + steps
-        if torch.compiler.is_compiling():
-            # a cache of fixed length has room for all tokens
-            end = size_before
-        else:
-            end = int(at.max()) + 1
+        # in a graph, a cache of fixed length has room for all tokens
+        end = size_before if torch.compiler.is_compiling() else int(at.max()) + 1
     first = None
     first_after = first_before
     if valid is not None:
         first = at - blocks.position
-        last = torch.where(valid, at, -1).amax(1)
-        first_of_last = last + 1 - blocks.after.seen
-        first_after = torch.where(last >= 0, first_of_last, first_before)
+        first_after = _first_after(at, blocks, first_before)
     return CallSlots(
         base=base,
         at=at,
@@ -170,6 +165,13 @@ def _first_slot(first: Tensor, blocks: SlotPlan, block: int) -> Tensor:
     position = blocks.position[:, 0]
     begins_document = valid & (position == 0)
     return torch.where(begins_document, _round_up(following, block), following)
+
+
+def _first_after(at: Tensor, blocks: SlotPlan, first_before: Tensor) -> Tensor:
+    """First slot of each row's document after a call [B], whose slots are `at` [B, S]; padding alone changes none."""
+    last = torch.where(blocks.valid, at, -1).amax(1)
+    first_of_last = last + 1 - blocks.after.seen
+    return torch.where(last >= 0, first_of_last, first_before)
 
 
 def _round_up(number, step: int):

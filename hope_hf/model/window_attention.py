@@ -64,8 +64,8 @@ class WindowPlan(SlotPlan):
     token_slot: int | Tensor | None = None
     # slots of the state that are the call's first keys [M - S] or [B, M - S]; `None` at a text's start
     recalled_slots: Tensor | None = None
-    # the key that goes into each slot of the state [K + W] or [B, K + W]
-    kept_keys: Tensor | None = None
+    # the key that goes into each slot of the state [K + W] or [B, K + W]; `None` if they stay where they are
+    keys_after: Tensor | None = None
 
 
 def plan_window(
@@ -178,7 +178,7 @@ def _plan_text(
     last_of_slot = last_token - (last_token - slot) % window
     token = torch.where(slot < sinks, slot, last_of_slot)
     key = earlier.index(token, first_slot)
-    plan.kept_keys = torch.where(slot < after, key, 0)
+    plan.keys_after = torch.where(slot < after, key, 0)
 
 
 def _plan_bands(
@@ -338,9 +338,9 @@ def read_window(
     reads = to_tokens(plan, reads)
     if not need_state:
         return reads, None
-    if plan.kept_keys is not None:
-        keys = take(keys, plan.kept_keys)
-        values = take(values, plan.kept_keys)
+    if plan.keys_after is not None:
+        keys = take(keys, plan.keys_after)
+        values = take(values, plan.keys_after)
     return reads, WindowState(keys, values)
 
 
