@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 
 # Names in the folder of a run. A checkpoint that is still being written has another name.
 RUN_FILE = "run.json"
+TEXT_FILES = "text"
+"""The key of a run's identity for the files of its text."""
 PROCESSES = "processes"
 """Folder of the files that every process writes for itself."""
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
@@ -48,7 +50,7 @@ LARGEST_METRICS = 1 << 36
 
 
 def read_small(path: str | Path, most: int = SMALL) -> str:
-    """The text of a small file in UTF-8, such as a recipe, a manifest or a report.
+    """The text of a small file in UTF-8, such as a recipe, a manifest or a report, without a byte order mark.
 
     It is opened without waiting for a writer, since a named pipe in its place would block for ever.
 
@@ -66,7 +68,7 @@ def read_small(path: str | Path, most: int = SMALL) -> str:
             content += part
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
 
 
 def read_object(path: Path, named: str, fix: str) -> dict:

@@ -26,7 +26,7 @@ NAMES = {
     "files": ("load_files",),
     "mixture": ("Corpus", "read_mixture"),
     "sources": ("validation_texts",),
-    "text_facts": ("difference_of_text",),
+    "text_facts": ("change_of_files", "difference_of_text"),
     "sizes": ("DEFAULT_VOCAB_SIZE",),
     "vocabulary": (
         "bytes_per_id", "check_vocabulary", "load_tokenizer", "save_tokenizer", "train_tokenizer",

@@ -1,5 +1,6 @@
 """The shards of a mixture: written once, continued after a killed process, rewritten where they were changed."""
 
+import hashlib
 import json
 import os
 import re
@@ -27,6 +28,8 @@ from .tokenizer_text import drawn, text_bytes
 from .vocabulary import load_tokenizer, save_tokenizer, tokenizer_hash
 
 PLAN = "plan.json"
+# The key of a corpus's texts in their order: a changed text may have as many bytes.
+_TEXT_HASH = "text_hash"
 _SEQUENCES = (1024, 2048, 4096, 8192)
 # Bytes of each corpus that are encoded to estimate its number of tokens.
 _SAMPLE = 200_000
@@ -60,12 +63,14 @@ class Preparation:
         corpora = {}
         for part in documents:
             name = part.corpus.name
+            digest = hashlib.blake2b(digest_size=16)
             for side in PARTS:
-                self.bytes[name, side] = text_bytes(getattr(part, side))
+                self.bytes[name, side] = text_bytes(getattr(part, side), digest)
             corpora[name] = {
                 **part.corpus.facts(),
                 "documents": len(part.train) + len(part.validation),
                 "text_bytes": self._text_bytes(name),
+                _TEXT_HASH: digest.hexdigest(),
             }
         self.plan = {
             "format": FORMAT,
@@ -85,6 +90,7 @@ class Preparation:
             plan_of_folder = read_object(self.folder / PLAN, "--output_dir", "delete its folder")
         else:
             plan_of_folder = self.plan
+        _add_hashes(plan_of_folder, self.plan)
         if plan_of_folder != self.plan:
             difference = _difference(plan_of_folder, self.plan)
             raise ValueError(
@@ -245,6 +251,14 @@ def _side(shards: list[Written]) -> dict:
         "sequences": {str(length): tokens // length for length in _SEQUENCES},
         "shards": entries,
     }
+
+
+def _add_hashes(plan_of_folder: dict, plan: dict) -> None:
+    """Give the plan of a folder of before, which has no hashes of texts, those of this plan."""
+    of_folder = plan_of_folder.get("corpora")
+    for name, corpus in plan["corpora"].items():
+        if isinstance(of_folder, dict) and isinstance(of_folder.get(name), dict):
+            of_folder[name].setdefault(_TEXT_HASH, corpus[_TEXT_HASH])
 
 
 def _difference(plan_of_folder: dict, plan: dict, name: str = "") -> str:

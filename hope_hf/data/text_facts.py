@@ -28,6 +28,16 @@ def text_facts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict:
     return facts
 
 
+def change_of_files(config: DataConfig, before: dict) -> str | None:
+    """Which file is another one than in `text_facts` of before, and how; None where none is, or nothing is known."""
+    if not before:
+        return None
+    now = {"tokenizer": before.get("tokenizer")}
+    for flag, files in _files(config).items():
+        now[f"--{flag}"] = list(map(file_facts, files))
+    return difference_of_text(before, now)
+
+
 def file_facts(path: str | Path) -> list:
     """Name, bytes, and a hash of the size and both ends of a file."""
     size = os.path.getsize(path)

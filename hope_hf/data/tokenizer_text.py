@@ -1,10 +1,12 @@
 """The text that a tokenizer learns from: a sample of several corpora, and how well the tokenizer fits each."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -69,12 +71,16 @@ def drawn(documents: Dataset, size: int, max_bytes: int) -> Iterator[str]:
             return
 
 
-def text_bytes(documents: Dataset) -> int:
-    """Bytes of all documents in UTF-8."""
+def text_bytes(documents: Dataset, digest: "hashlib.blake2b | None" = None) -> int:
+    """Bytes of all documents in UTF-8; `digest` is updated with them, in their order."""
     size = 0
     if len(documents):
         for table in documents.select_columns(["text"]).with_format("arrow").iter(100):
-            size += pc.sum(pc.binary_length(table["text"])).as_py() or 0
+            texts = table["text"].combine_chunks()
+            size += pc.sum(pc.binary_length(texts)).as_py() or 0
+            if digest is not None:
+                together = pa.ListArray.from_arrays([0, len(texts)], pc.fill_null(texts, ""))
+                digest.update(pc.binary_join(together, "\0")[0].as_buffer())
     return size
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hope_hf.common.files import RUN_FILE, read_small
+from hope_hf.common.files import RUN_FILE, TEXT_FILES, read_small
 from hope_hf.common.flags import TextArguments, shown_names
 from hope_hf.common.process import MISTAKES, one_line, warn_once
 from hope_hf.data import (
     ChatTemplate,
     DataConfig,
+    change_of_files,
     filled_chats,
     find_files,
     load_files,
@@ -71,10 +72,17 @@ def held_out_documents(args: Arguments) -> HeldOut:
     if run is None:
         return _read(args)
     try:
-        flags, chats = _text_of(run, args)
-        return _read(replace(args, **flags), chats)
+        flags, chats, files = _text_of(run, args)
+        held = _read(replace(args, **flags), chats)
+        change = change_of_files(DataConfig(**{flag: flags[flag] for flag in NAMING if flag in flags}), files)
     except ValueError as error:
         raise ValueError(f"The text of {run} cannot be read, name one with --validation_file: {error}") from None
+    if change is not None:
+        warn_once(
+            f"The text of {run} has changed since the training, {change}: the model may have been trained on what is "
+            "held out of it now."
+        )
+    return held
 
 
 def _run_of(args: Arguments) -> Path | None:
@@ -88,8 +96,11 @@ def _run_of(args: Arguments) -> Path | None:
     return None
 
 
-def _text_of(run: Path, args: Arguments) -> tuple[dict, bool]:
-    """The flags of the text in a run's file, and whether it is chats; flags of `SHARE` that are given now override."""
+def _text_of(run: Path, args: Arguments) -> tuple[dict, bool, dict]:
+    """The flags of the text in a run's file, whether it is chats, and what its files were.
+
+    Flags of `SHARE` that are given now override.
+    """
     defaults = TextArguments()
     try:
         identity = json.loads(read_small(run))["identity"]
@@ -97,13 +108,14 @@ def _text_of(run: Path, args: Arguments) -> tuple[dict, bool]:
         for name in (*NAMING, *SHARE):
             flags[name] = identity.get(name, getattr(defaults, name))
         is_chat = identity.get("assistant_only_loss") is True
+        files = dict(identity.get(TEXT_FILES) or {})
     except MISTAKES as error:
         warn_once(f"{run} does not name the run's text ({one_line(error)}): the built-in corpus is read.")
-        return {}, False
+        return {}, False, {}
     for name in SHARE:
         if getattr(args, name) != getattr(defaults, name):
             flags[name] = getattr(args, name)
-    return flags, is_chat
+    return flags, is_chat, files
 
 
 def _read(args: Arguments, chats: bool = False) -> HeldOut:

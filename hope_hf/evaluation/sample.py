@@ -65,7 +65,8 @@ def _prompts(args: Arguments, subject: Subject) -> list[list[int]]:
         texts = held_out_documents(args).encoded(subject.encode)
         return [ids[:PROMPT_TOKENS] for ids in texts[:NUM_PROMPTS]]
     try:
-        lines = read_small(args.prompts, LARGEST).splitlines()
+        # Not splitlines, which also cuts at characters that a prompt may have, such as U+2028.
+        lines = read_small(args.prompts, LARGEST).replace("\r\n", "\n").split("\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"--prompts {args.prompts} cannot be read: {reason}.") from None

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 
-from hope_hf.common.files import PROCESSES
+from hope_hf.common.files import PROCESSES, TEXT_FILES
 from hope_hf.common.flags import TEXT_SOURCES
 from hope_hf.common.flops import flops_per_token
 from hope_hf.common.objective import can_skip_logits, check_token_ids, count_valid, model_inputs, summed_loss
@@ -28,7 +28,6 @@ from .checkpoints.optimizer import load_optimizer
 from .checkpoints.reader import SavedRun, find_checkpoint, other_run
 from .checkpoints.run_folder import (
     OPTIONS,
-    TEXT_FILES,
     WEIGHTS,
     RunFolder,
     changes,

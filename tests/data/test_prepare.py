@@ -222,6 +222,23 @@ def test_other_flags_texts_or_tokenizers_in_the_same_folder_are_refused_by_name(
     refused(copy, "--tokenizer_name", "--tokenizer_name", str(tmp_path / "none"))
 
 
+def test_another_text_of_as_many_bytes_is_refused(mixture, shards, copy, refused):
+    note = mixture.parent / "notes" / "3.txt"
+    before = note.read_text()
+    try:
+        note.write_text(before.replace("Number", "Letter"))
+        refused(copy, "corpora: notes: text_hash is")
+    finally:
+        note.write_text(before)
+    # A folder of before says nothing of its texts.
+    manifest = json.loads((copy / "manifest.json").read_text())
+    for corpus in manifest["plan"]["corpora"].values():
+        del corpus["text_hash"]
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert main(prepare_words(mixture, copy)) == 0
+    assert content(copy) == content(shards)
+
+
 def test_what_cannot_be_prepared_is_named_and_nothing_is_written(mixture, shards, tmp_path, refused, monkeypatch):
     folder = tmp_path / "shards"
     other = tmp_path / "mix.yaml"

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from hope_hf.data.text_facts import file_facts
 from hope_hf.evaluation import main
 from hope_hf.evaluation.flags import ALWAYS, Arguments, chosen_tasks, parse, suite
 from hope_hf.evaluation.held_out import held_out_documents
@@ -131,6 +132,20 @@ def test_a_model_is_evaluated_on_what_its_run_held_out(run, text_file, name):
     assert len(few.texts) == 1 < len(held.texts)
     other = held_out_documents(Arguments(model_name_or_path=folder, validation_file=text_file))
     assert other.source == text_file
+
+
+def test_a_runs_text_that_has_changed_is_named(run, recwarn):
+    file = run / "run.json"
+    identity = json.loads(file.read_text())["identity"]
+    held_out_documents(Arguments(model_name_or_path=str(run)))
+    text = run.parent / "mine.jsonl"
+    file.write_text(json.dumps({"identity": identity | {"text": {"--train_file": [file_facts(text)]}}}))
+    held_out_documents(Arguments(model_name_or_path=str(run)))
+    assert not recwarn
+    with text.open("a") as opened:
+        opened.write('{"text": "one more"}\n')
+    with pytest.warns(UserWarning, match="changed since the training, --train_file: mine.jsonl had .* bytes"):
+        held_out_documents(Arguments(model_name_or_path=str(run)))
 
 
 def test_a_runs_text_that_is_gone_is_one_sentence(run):

@@ -82,7 +82,7 @@ def test_without_matplotlib_the_tables_are_written(folders, text_file, tmp_path,
 
 def test_samples_repeat_with_their_seed(folders, text_file, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("the memory\n\nof a model\n")
+    prompts.write_bytes("the memory\r\n\r\nof a\u2028model\r\n".encode())
     shown = []
     for seed in (1, 1, 2):
         options = ["--suite", "sample", "--prompts", prompts, "--max_new_tokens", 12, "--seed", seed]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hope_hf.common.defaults import Default
-from hope_hf.common.files import RUN_FILE, read_small, replace_text, write_errors
+from hope_hf.common.files import RUN_FILE, TEXT_FILES, read_small, replace_text, write_errors
 from hope_hf.common.folder_lock import FolderLock
 from hope_hf.common.results import command_to_keep, commands_of, provenance
 from hope_hf.common.run_arguments import Arguments
@@ -22,8 +22,8 @@ from .manifest import MANIFEST, remove_leftovers
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
-# Keys of an identity beside the flags: the weights that the run began from, and the files of its text.
-WEIGHTS, TEXT_FILES = "weights of the model", "text"
+# A key of an identity beside the flags: the weights that the run began from.
+WEIGHTS = "weights of the model"
 _MODEL = "model_name_or_path"
 # What the file of --level_optimizers holds.
 OPTIONS = "content of level_optimizers"

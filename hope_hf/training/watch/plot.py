@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hope_hf.common.files import RUN_FILE, read_object, read_small
+from hope_hf.common.files import RUN_FILE, TEXT_FILES, read_object, read_small
 from hope_hf.common.flags import Checked
 from hope_hf.common.parser import Parser
 from hope_hf.common.program import program
 from hope_hf.common.results import architecture, as_label, draw_or_warn, markdown_table, plain_number
 
-from ..checkpoints.run_folder import TEXT_FILES, WEIGHTS
+from ..checkpoints.run_folder import WEIGHTS
 from .metrics_file import ALL, METRICS_FILE, curve, read_metrics
 
 
