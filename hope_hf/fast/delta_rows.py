@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.autograd.function import once_differentiable
 
+from ..model.backends import once_differentiable
 from ..model.chunks import ChunkSpan
 from ..model.layers import tail_after, with_tail
 from ..model.memory_delta import DeltaMemories

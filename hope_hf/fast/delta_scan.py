@@ -12,8 +12,8 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..model.backends import once_differentiable
 from ..model.chunks import ChunkSpan
 from ..model.layers import tail_after
 from ..model.memory_delta import DeltaMemories

@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.autograd.function import once_differentiable
 
+from ..model.backends import once_differentiable
 from .native import POINTER, VECTOR_BYTES, fields, function, run, set_addresses
 from .norm import gated_norm_in_blocks
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..model.backends import once_differentiable
 from transformers.utils import is_tracing
 
 # numbers in a block of tokens: 256 KiB in float32

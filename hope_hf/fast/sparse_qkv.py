@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import rotate_half
 
+from ..model.backends import once_differentiable
 from ..model.chunks import ChunkSpan, SlotPlan, convolution_spans
 from ..model.layers import tail_after, with_tail
 from ..model.sparse_branches import SparseInputs, SparseSizes

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..model.backends import once_differentiable
 from ..model.sparse_branches import SparseKeys, SparseSizes, sees_stride, sees_window, select_blocks
 from .sparse_qkv import without_autocast
 

@@ -8,8 +8,8 @@ Axes: B row, T query, H head of keys, G query heads that share it, D head width;
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..model.backends import once_differentiable
 from ..model.streams import Streams, take
 from ..model.window_attention import Band, read_band
 

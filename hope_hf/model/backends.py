@@ -14,6 +14,7 @@ The environment variable `HOPE_KERNELS` chooses:
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +97,39 @@ def operand_dtype(hidden_states: Tensor) -> torch.dtype:
     # not read off the map's weights, which may be quantised or on the meta device
     kind = hidden_states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """The backward pass of an `autograd.Function`, of a tuple, that refuses to be differentiated.
+
+    torch's own decorator refuses it only if the gradients that come in require one themselves. That of a loss is 1,
+    and a penalty on its gradient would be left out in silence.
+    """
+
+    @wraps(backward)
+    def first_derivative(ctx, *gradients):
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        # enabled by `create_graph=True`
+        if not torch.is_grad_enabled():
+            return results
+        anchor = torch.zeros((), requires_grad=True)
+        return _NoSecondDerivative.apply(anchor, *results)
+
+    return first_derivative
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, *gradients):
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise ValueError(
+            f"the fast paths and the loss of skip_logits=True have no second derivative: set {VARIABLE}=plain before "
+            "the model is made"
+        )
 
 
 def choose(

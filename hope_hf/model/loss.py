@@ -9,9 +9,8 @@ many operations as the plain loss.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from .backends import asked_kernels, is_compiled, is_transformed, operand_dtype
+from .backends import asked_kernels, is_compiled, is_transformed, once_differentiable, operand_dtype
 from .opaque import Tensors, call, register
 
 IGNORED = -100

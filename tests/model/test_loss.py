@@ -57,6 +57,27 @@ def test_loss_and_gradients_are_those_of_whole_logits(options):
         frozen.requires_grad_(True)
 
 
+def test_a_penalty_on_a_gradient_is_learned_or_refused(tiny_model, monkeypatch):
+    """Nothing of the second derivative is left out in silence."""
+    ids = torch.arange(18).view(2, 9)
+
+    def penalty(model, loss):
+        (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+        return gradient.square().sum()
+
+    fast = tiny_model(torch.float64)
+    loss = fast(ids, labels=ids, skip_logits=True).loss
+    with pytest.raises(ValueError, match="HOPE_KERNELS=plain"):
+        penalty(fast, loss).backward()
+    monkeypatch.setenv("HOPE_KERNELS", "plain")
+    model = tiny_model(torch.float64)
+    weight = model.lm_head.weight
+    whole = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    losses = whole, model(ids, labels=ids, skip_logits=True).loss
+    expected, found = (torch.autograd.grad(penalty(model, loss), weight) for loss in losses)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"skip_logits": True}], ids=["logits", "no logits"])
 def test_a_batch_without_labels_has_no_gradient(tiny_model, options):
     """The loss is nan, and an optimizer's step keeps the weights."""
