@@ -385,6 +385,8 @@ class LearnsFromText:
         for option in ("output_hidden_states", "output_attentions"):
             if kwargs.pop(option, None):
                 raise ValueError(f"learn=True reads a text in pieces and returns no {option[7:]}: leave {option} out")
+        if kwargs.pop("shift_labels", None) is not None:
+            raise ValueError("learn=True shifts the labels itself: give the tokens as labels, without shift_labels")
         check_inputs(self.config, input_ids, inputs_embeds)
         if labels is not None:
             check_labels(labels, self.config.vocab_size)

@@ -188,3 +188,8 @@ class HopeHead(nn.Linear):
 def next_labels(labels: Tensor) -> Tensor:
     """The label of each position's next token [B, T], from labels that are the tokens themselves."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+def with_ignored(labels: Tensor | None, ignore_index: int) -> Tensor | None:
+    """Labels with -100 in place of `ignore_index`."""
+    return None if labels is None else labels.masked_fill(labels == ignore_index, IGNORED)

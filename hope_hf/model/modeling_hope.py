@@ -9,6 +9,7 @@ from transformers import MODEL_MAPPING, AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -31,7 +32,7 @@ from .continuum import CONTINUA, ContinuumMemory
 from .generation_hope import HopeGenerationMixin
 from .layers import HopeRMSNorm
 from .level_reading import LearnsFromText
-from .loss import HopeHead
+from .loss import HopeHead, with_ignored
 from .mixers import MIXERS
 
 # before a model of this code is made
@@ -361,14 +362,18 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
             learn: whether levels learn from the tokens while they are read (`config.level_learning`). What they learn
                 is kept in `cache`; the weights do not change.
             freeze_memories: whether memories neither write nor forget; `None`: if the call is in `frozen_memories`.
-            kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss; and the `kwargs` of
-                `HopeModel.forward`.
+            kwargs: `num_items_in_batch`, the number of scored tokens that divides the summed loss; `ignore_index`,
+                another label that is not scored; and the `kwargs` of `HopeModel.forward`.
 
         Raises:
             ValueError: the arguments do not fit the model, the cache or the tokens.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True returns the loss alone: give labels, or leave skip_logits out")
+        ignore_index = kwargs.pop("ignore_index", None)
+        if ignore_index is not None:
+            labels = with_ignored(labels, ignore_index)
+            kwargs["shift_labels"] = with_ignored(kwargs.get("shift_labels"), ignore_index)
         columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         arguments = dict(
             input_ids=input_ids,
@@ -386,8 +391,9 @@ class HopeForCausalLM(LearnsFromText, HopePreTrainedModel, HopeGenerationMixin):
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
         loss = logits = None
-        # a head that PEFT wraps, or whose vocabulary is sharded, computes logits only
-        if skip_logits and isinstance(self.lm_head, HopeHead) and self.tp_size is None:
+        # a head that PEFT wraps, or whose vocabulary is sharded, computes logits only; another loss may need them
+        has_loss = isinstance(self.lm_head, HopeHead) and self.tp_size is None
+        if skip_logits and has_loss and self.loss_function is ForCausalLMLoss:
             loss = self.lm_head.mean_loss(outputs.last_hidden_state, labels, **kwargs)
         else:
             logits = self.lm_head(outputs.last_hidden_state[:, columns])

@@ -22,5 +22,5 @@ def test_gradients_of_gradients_of_memories_are_refused(tiny_model):
     model, ids = tiny_model(torch.float64), torch.randint(64, (1, 9))
     weight = model.model.layers[0].mixer.q_proj.weight
     (gradient,) = torch.autograd.grad(model(ids, use_cache=False).logits.square().sum(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(ValueError, match="HOPE_KERNELS=plain"):
         gradient.square().sum().backward()

@@ -57,6 +57,29 @@ def test_loss_and_gradients_are_those_of_whole_logits(options):
         frozen.requires_grad_(True)
 
 
+@pytest.mark.parametrize("options", [{}, {"skip_logits": True}, {"learn": True}], ids=str)
+def test_another_label_may_be_ignored(tiny_model, options):
+    """As in transformers' `loss_function`."""
+    model = tiny_model(level_learning={})
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.arange(12) % 3 == 0, -1)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-1)
+        loss = model(ids, labels=labels, ignore_index=-1, **options).loss
+        torch.testing.assert_close(loss, expected)
+        if "learn" in options:
+            with pytest.raises(ValueError, match="learn=True.*shift_labels"):
+                model(ids, labels=ids, shift_labels=ids, **options)
+
+
+def test_a_loss_of_the_users_own_gets_the_logits(tiny_model):
+    model, ids = tiny_model(), torch.arange(18).view(2, 9)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    out = model(ids, labels=ids, skip_logits=True)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, model(ids).logits.square().mean())
+
+
 def test_a_penalty_on_a_gradient_is_learned_or_refused(tiny_model, monkeypatch):
     """Nothing of the second derivative is left out in silence."""
     ids = torch.arange(18).view(2, 9)
