@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.utils import is_tracing
 
 from ..model.backends import once_differentiable
-from transformers.utils import is_tracing
 
 # numbers in a block of tokens: 256 KiB in float32
 _BLOCK = 2**16
