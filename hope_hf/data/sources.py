@@ -144,7 +144,13 @@ def _chat_template(config: DataConfig) -> ChatTemplate | None:
         return None
     tokenizer = choose_tokenizer(config, None)
     set_chat_template(tokenizer)
-    return ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer)
+    if "strftime_now" in template.source:
+        warn_once(
+            "The tokenizer's chat template writes the present day into chats, so a run on another day reads other "
+            "tokens: write a day of your own into its chat_template.jinja."
+        )
+    return template
 
 
 def open_synthetic(config: DataConfig) -> OpenSource:

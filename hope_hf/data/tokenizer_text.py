@@ -1,6 +1,7 @@
 """The text that a tokenizer learns from: a sample of several corpora, and how well the tokenizer fits each."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,8 +134,13 @@ def read_texts(args: Arguments) -> list[Text]:
     if args.files:
         options = {"column": args.text_column, "on_bad_rows": args.on_bad_rows}
         texts = []
-        for name in dict.fromkeys(as_list(args.files)):
-            texts.append(Text(name, load_files(find_files(name, "--files"), "--files", **options)))
+        files_before = set()
+        for name in as_list(args.files):
+            files = {os.path.realpath(path): path for path in find_files(name, "--files")}
+            new_files = [path for file, path in files.items() if file not in files_before]
+            files_before.update(files)
+            if new_files:
+                texts.append(Text(name, load_files(new_files, "--files", **options)))
         return texts
     if args.dataset_name:
         corpus = Corpus(args.dataset_name, args.dataset_name, args.dataset_config_name, text_column=args.text_column)

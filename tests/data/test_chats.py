@@ -305,6 +305,14 @@ def test_a_turn_that_the_template_does_not_write_is_bad(tokenizer, template, tur
     assert chat_text([CHATS[0][1], turn], None, ChatTemplate(tokenizer))
 
 
+def test_a_template_that_writes_the_present_day_is_warned_of(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + MARKED
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    name = rows_of(tmp_path, [{"messages": chat} for chat in CHATS])
+    with pytest.warns(UserWarning, match="writes the present day"):
+        build_data(chat_config(name, tokenizer_name=str(tmp_path / "tokenizer"), block_size=64))
+
+
 def test_tools_and_system_prompts_that_are_not_read_are_warned_of(tmp_path, tokenizer):
     tokenizer.chat_template = CONTENT
     row = {"conversations": CHATS[0], "tools": [CALL], "system": "Be brief."}

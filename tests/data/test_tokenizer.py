@@ -102,6 +102,12 @@ def test_the_command_writes_the_same_tokenizer_as_the_function_and_over_no_other
     assert {file.name: file.read_bytes() for file in target.iterdir()} == before
 
 
+def test_a_file_of_several_names_counts_once(text_file, tmp_path, capsys):
+    names = ["--files", str(text_file), str(tmp_path / "*.txt"), f"{tmp_path}/./book.txt"]
+    assert main([*names, "--vocab_size", "400", "--output_dir", str(tmp_path / "made")]) == 0
+    assert list(json.loads((tmp_path / "made" / "tokenizer_report.json").read_text())["corpora"]) == [str(text_file)]
+
+
 def test_a_mixture_is_sampled_by_weight_and_reported_on(mixture, tmp_path, capsys):
     target = tmp_path / "out"
     words = ["--dataset_mixture", str(mixture), "--vocab_size", "300", "--output_dir", str(target)]
