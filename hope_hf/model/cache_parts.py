@@ -175,7 +175,8 @@ class HopeMemoryLayer(CachePart, CacheLayerMixin):
 
     def update_state(self, state: tuple, past: Past) -> None:
         """Replace the state; `past` counts the tokens read."""
-        self.state, self.past = state, past
+        self.state = state
+        self.past = past
         self.device = past.seen.device
         self.is_initialized = True
 

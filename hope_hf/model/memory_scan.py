@@ -381,8 +381,8 @@ def scan_tokens(
         tensors |= _numbered("current", state.current)
         tensors |= _numbered("chunk_start", state.chunk_start)
     tensors |= plan.tensors()
-    sizes = [plan.columns(), recompute, int(need_state), KERNELS.index(kernels)]
-    reads, *after = call("memory_scan", tensors, sizes, options)
+    numbers = _Numbers(plan.columns(), recompute, int(need_state), KERNELS.index(kernels))
+    reads, *after = call("memory_scan", tensors, list(numbers), options)
     if not need_state:
         return reads, None
     *deviations, tail = after
@@ -390,6 +390,18 @@ def scan_tokens(
     current = tuple(deviations[:number])
     chunk_start = tuple(deviations[number:])
     return reads, ScanState(current, chunk_start, tail)
+
+
+class _Numbers(NamedTuple):
+    """Numbers that the operator takes."""
+
+    # tokens that all rows have read, or 0, see `TokenPlan.columns`
+    columns: int
+    # as in `scan_plain`; 0 or 1
+    recompute: int
+    need_state: int
+    # index of the value of `HOPE_KERNELS` in `KERNELS`
+    kernels: int
 
 
 def _numbered(name: str, tensors: Weights | Deviations) -> dict[str, Tensor]:
@@ -454,25 +466,25 @@ def _results(reads: Tensor, state: ScanState | None) -> list[Tensor]:
 
 
 def _run_operator(
-    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], sizes: Sequence[int], text: str
+    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], numbers: Sequence[int], text: str
 ) -> list[Tensor]:
     """The operator's results, when the graph runs."""
-    columns, recompute, need_state, number_of_kernels = sizes
-    kernels = KERNELS[number_of_kernels]
+    of_call = _Numbers(*numbers)
     options = _read_options(text)
     inputs, memories, state = _scan_arguments(rules, tensors, options)
     rows, length, _ = inputs.query.shape
     heads = options.num_memory_heads
     shape = rows // heads, length
     make_plan = partial(plan_chunks, options)
-    plan = plan_again(make_plan, tensors, shape, columns, has_past=state is not None)
+    plan = plan_again(make_plan, tensors, shape, of_call.columns, has_past=state is not None)
     if plan.valid is not None:
         slots = _by_head(plan, heads)
         inputs = _in_slots(inputs, slots)
-    scan = scan_of(options.memory_rule, kernels)
+    scan = scan_of(options.memory_rule, KERNELS[of_call.kernels])
     if state is None:
         state = fresh_state(memories)
-    reads, after = scan(inputs, memories, state, plan.spans, bool(need_state), recompute)
+    need_state = bool(of_call.need_state)
+    reads, after = scan(inputs, memories, state, plan.spans, need_state, of_call.recompute)
     if plan.valid is not None:
         reads = slots.to_tokens(reads)
     reads, *state_after = _results(reads, after)
@@ -481,13 +493,13 @@ def _run_operator(
 
 
 def _operator_shapes(
-    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], sizes: Sequence[int], text: str
+    rules: dict[str, type[Memories]], tensors: dict[str, Tensor], numbers: Sequence[int], text: str
 ) -> list[Tensor]:
     """Tensors of the shapes of `_run_operator`, when the graph is traced."""
-    _, _, need_state, _ = sizes
+    of_call = _Numbers(*numbers)
     inputs, memories, _ = _scan_arguments(rules, tensors, _read_options(text))
     reads = inputs.query.new_empty(inputs.query.shape)
-    state = fresh_state(memories) if need_state else None
+    state = fresh_state(memories) if of_call.need_state else None
     return _results(reads, state)
 
 

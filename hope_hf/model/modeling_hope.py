@@ -75,18 +75,19 @@ class HopeBlock(GradientCheckpointingLayer):
             deltas: what the text so far has taught this block's levels (`level_learning.deltas_by_block`).
             context: what `Mixer.needs` names.
         """
-        memory = fast_levels = None
-        read_token = FAST.get("token")
-        # it looks at tracers and transforms by itself, once a token
-        if read_token is not None and self.kernels != "plain":
-            memory, fast_levels = read_token(self, hidden_states, state)
-        if memory is not None:
-            hidden_states, state = memory.read(hidden_states, state, context["chunks"])
-        else:
+        # of a single token, see `hope_hf.fast.one_token`
+        fast_mixer = fast_levels = None
+        token_paths = FAST.get("token")
+        # they look at tracers and transforms by themselves, once a token
+        if token_paths is not None and self.kernels != "plain":
+            fast_mixer, fast_levels = token_paths(self, hidden_states, state)
+        if fast_mixer is None:
             normed = self.input_layernorm(hidden_states)
             # attention also returns its weights, which transformers records
             mixed, state, *_ = self.mixer(normed, state, **context)
             hidden_states = hidden_states + mixed
+        else:
+            hidden_states, state = fast_mixer.read(hidden_states, state, context["chunks"])
         if fast_levels is None or deltas:
             hidden_states = self.continuum(hidden_states, deltas)
         else:

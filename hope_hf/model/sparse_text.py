@@ -366,9 +366,8 @@ def read_tokens(
     if state is not None:
         tensors |= state._asdict()
     *whole_sizes, epsilon = sizes
-    flags = map(int, (is_plain, need_state, selects))
-    numbers = [blocks.columns(), size, *flags, *whole_sizes]
-    output, *results = call("sparse_attention", tensors, numbers, str(epsilon))
+    numbers = _Numbers(blocks.columns(), size, int(is_plain), int(need_state), int(selects))
+    output, *results = call("sparse_attention", tensors, [*numbers, *whole_sizes], str(epsilon))
     selection = None
     if selects:
         *results, selected, own_block = results
@@ -377,28 +376,41 @@ def read_tokens(
     return output, after, selection
 
 
-def _arguments(
-    tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str
-) -> tuple[SparseInputs, SparseState | None, SparseSizes]:
-    """The arguments of `read_tokens`, from those of the operator."""
-    sizes = SparseSizes(*numbers[5:], float(epsilon))
-    return named_tuple(SparseInputs, tensors), named_tuple(SparseState, tensors), sizes
+class _Numbers(NamedTuple):
+    """Numbers that the operator takes, in front of those of `SparseSizes`."""
+
+    # tokens that all rows have read, or 0 (see `TokenPlan.columns`), and slots of the state after the call
+    columns: int
+    size: int
+    # 0 or 1
+    is_plain: int
+    need_state: int
+    selects: int
+
+    @classmethod
+    def split(cls, numbers: Sequence[int], epsilon: str) -> tuple["_Numbers", SparseSizes]:
+        """These numbers, and the sizes behind them."""
+        number = len(cls._fields)
+        return cls(*numbers[:number]), SparseSizes(*numbers[number:], float(epsilon))
 
 
 def _run(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) -> list[Tensor]:
-    columns, size, is_plain, need_state, selects = numbers[:5]
-    inputs, state, sizes = _arguments(tensors, numbers, epsilon)
+    of_call, sizes = _Numbers.split(numbers, epsilon)
+    inputs = named_tuple(SparseInputs, tensors)
+    state = named_tuple(SparseState, tensors)
     plan = partial(plan_slots, sizes.block)
     shape = inputs.raw.shape[:2]
-    blocks = plan_again(plan, tensors, shape, columns, has_past=state is not None)
+    blocks = plan_again(plan, tensors, shape, of_call.columns, has_past=state is not None)
     cos = blocks.to_slots(inputs.cos)
     sin = blocks.to_slots(inputs.sin)
     inputs = inputs._replace(cos=cos, sin=sin)
-    choose = None if is_plain else _fast_reads
+    choose = None if of_call.is_plain else _fast_reads
+    need_state = bool(of_call.need_state)
+    selects = bool(of_call.selects)
     output, after, selection = read_text(inputs, state, blocks, sizes, choose, need_state, selects)
     results = [output]
     if need_state:
-        results += _last_document(after, size, sizes.block)
+        results += _last_document(after, of_call.size, sizes.block)
     if selects:
         results += _by_token(selection, blocks, sizes.top_k, tensors.get("padding"))
     return results
@@ -446,15 +458,17 @@ def _by_token(selection: Selection, blocks: SlotPlan, top_k: int, padding: Tenso
 
 
 def _shapes(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) -> list[Tensor]:
-    _, size, _, need_state, selects = numbers[:5]
-    inputs, state, sizes = _arguments(tensors, numbers, epsilon)
+    of_call, sizes = _Numbers.split(numbers, epsilon)
+    inputs = named_tuple(SparseInputs, tensors)
+    state = named_tuple(SparseState, tensors)
+    size = of_call.size
     rows, length, channels = inputs.raw.shape
     width = inputs.query_norm.shape[-1]
     empty = inputs.raw.new_empty
     key_dtype = torch.promote_types(inputs.raw.dtype, inputs.cos.dtype)
     output_dtype = torch.promote_types(key_dtype, torch.float32)
     results = [empty(rows, length, sizes.heads * width, dtype=output_dtype)]
-    if need_state:
+    if of_call.need_state:
         value_dtype = inputs.raw.dtype
         if state is not None:
             key_dtype = state.slot_keys.dtype
@@ -472,7 +486,7 @@ def _shapes(tensors: dict[str, Tensor], numbers: Sequence[int], epsilon: str) ->
             first=empty(rows, dtype=torch.long),
             conv_tail=empty(rows, tail_size, channels),
         )
-    if selects:
+    if of_call.selects:
         results.append(empty(rows, sizes.key_heads, length, sizes.top_k, dtype=torch.long))
         results.append(empty(rows, length, dtype=torch.long))
     return results
