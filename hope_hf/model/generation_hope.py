@@ -243,6 +243,14 @@ class HopeGenerationMixin(GenerationMixin):
         if type(cache) is DynamicCache and not cache.offloading:
             model_kwargs[CACHE_NAME] = HopeCache(self.config)
 
+    def _assisted_decoding(self, *args, learn: "_Prompt | None" = None, **kwargs):
+        if learn is not None:
+            raise ValueError(
+                "learn=True, learn_generated=True and recall=True would read guesses that are rejected: leave "
+                "assistant_model and prompt_lookup_num_tokens out"
+            )
+        return super()._assisted_decoding(*args, **kwargs)
+
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
         cache = kwargs.get(CACHE_NAME)
         inputs = kwargs.get("input_ids")

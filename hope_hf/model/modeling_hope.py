@@ -105,12 +105,16 @@ class HopePreTrainedModel(FreezesMemories, PreTrainedModel):
     _no_split_modules = ["HopeBlock"]
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _can_record_outputs = {"hidden_states": HopeBlock, "attentions": OutputRecorder(HopeAttention, index=2)}
-    _is_stateful = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether a text cannot be read back token by token, as assisted generation needs."""
+        return self.config.keeps_state
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

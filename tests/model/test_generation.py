@@ -127,6 +127,23 @@ def test_one_memory_answers_several_questions(model, size):
             assert torch.equal(result[None, 6:], greedy(model, torch.cat([book[0], question])[None]))
 
 
+def test_guesses_that_attention_accepts_are_those_of_greedy_search(tiny_model):
+    """Keys and values of rejected guesses are dropped: by prompt lookup, and by an assistant model."""
+    model = tiny_model(torch.float64, layer_types=["full_attention"] * 2, level_learning={})
+    ids = torch.tensor([[3, 4, 5, 6] * 4])
+    expected = generate(model, ids)
+    assistant = tiny_model(torch.float64, layer_types=["full_attention"] * 2, seed=1)
+    for helper in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=assistant)):
+        out = generate(model, ids, return_dict_in_generate=True, **helper)
+        assert torch.equal(out.sequences, expected)
+        cache = out[CACHE_NAME]
+        assert cache.get_seq_length() == cache.archive.tokens.shape[1] == 16 + NEW - 1
+        # levels would learn from the guesses, too
+        for learn in (dict(learn=True), dict(learn_generated=True)):
+            with pytest.raises(ValueError, match="prompt_lookup_num_tokens"):
+                generate(model, ids, **helper, **learn)
+
+
 def test_more_new_tokens_than_were_read_are_all_read(tiny_model, monkeypatch):
     warnings = []
     monkeypatch.setattr(generation_hope.logger, "warning_once", warnings.append)
