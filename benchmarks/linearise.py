@@ -35,7 +35,8 @@ from hope_hf.model.attention import HopeAttention
 from hope_hf.model.memory_delta import DeltaMemories
 from hope_hf.model.memory_scan import ScanState, Tokens
 from hope_hf.model.mixers import register
-from hope_hf.model.window_attention import HopeWindowAttention, WindowState, plan_window, window_angles
+from hope_hf.model.window_attention import HopeWindowAttention, WindowState
+from hope_hf.model.window_plan import WindowSizes, plan_window, window_angles
 from hope_hf.retain.texts import paragraphs_of
 
 KIND = "window_with_memories"
@@ -268,14 +269,8 @@ def targets_of(source: HopeForCausalLM, ids: Tensor, layers: list[int]) -> dict[
     model = source.model
     config = source.config
     hidden_states = model.embed_tokens(ids)
-    plan = plan_window(
-        config.attention_sinks,
-        config.sliding_window,
-        hidden_states.dtype,
-        ids.shape,
-        ids.device,
-    )
-    angles = window_angles(config, model.rotary_emb, hidden_states, plan)
+    plan = plan_window(WindowSizes.of(config), hidden_states.dtype, ids.shape, ids.device)
+    angles_of_window = window_angles(config, model.rotary_emb, hidden_states, plan)
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     angles = model.rotary_emb(hidden_states, positions)
     last = max(layers)
@@ -285,7 +280,7 @@ def targets_of(source: HopeForCausalLM, ids: Tensor, layers: list[int]) -> dict[
         # the window's class, without its window
         full_output, *_ = HopeAttention.forward(block.mixer, inputs, position_embeddings=angles)
         if index in layers:
-            window_output, *_ = block.mixer(inputs, window=plan, window_angles=angles)
+            window_output, *_ = block.mixer(inputs, window=plan, window_angles=angles_of_window)
             lacking = full_output - window_output
             targets[index] = Target(inputs, full_output, lacking)
         hidden_states = block.continuum(hidden_states + full_output)

@@ -164,16 +164,16 @@ MUTANTS = [
     # attention
     Mutant(
         "a window one token wider",
-        "model/window_attention.py",
+        "model/window_plan.py",
         "farthest = position.clamp(max=window - 1)",
         "farthest = position.clamp(max=window)",
         "tests/model/test_equivalence.py",
     ),
     Mutant(
         "sinks one position further away",
-        "model/window_attention.py",
-        "position.clamp(max=config.attention_sinks + config.sliding_window - 1)",
-        "position.clamp(max=config.attention_sinks + config.sliding_window)",
+        "model/window_plan.py",
+        "position.clamp(max=WindowSizes.of(config).slots - 1)",
+        "position.clamp(max=WindowSizes.of(config).slots)",
         "tests/model/test_equivalence.py",
     ),
     Mutant(

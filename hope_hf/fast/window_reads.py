@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..model.backends import once_differentiable
 from ..model.streams import Streams, take
-from ..model.window_attention import Band, read_band
+from ..model.window_attention import read_band
+from ..model.window_plan import Band
 
 
 class _WindowReads(torch.autograd.Function):

@@ -25,7 +25,7 @@ from .level_learning import deltas_by_block
 from .loss import IGNORED
 from .mixers import MIXERS
 from .retaining_plan import Sizes, plan_retaining, retaining_angles
-from .window_attention import plan_window, window_angles
+from .window_plan import WindowSizes, plan_window, window_angles
 
 # The models that this thread (or asynchronous task) reads with frozen memories.
 _FROZEN: ContextVar[frozenset[nn.Module]] = ContextVar("frozen_memories", default=frozenset())
@@ -144,7 +144,7 @@ def plan_tokens(
         plans["block_angles"] = trunk.rotary_emb(hidden_states, position_ids=blocks.positions())
     # CODEPATH: 'window_attention' layers alone and in hybrids.
     if "window" in trunk.needs:
-        window = plan_window(config.attention_sinks, config.sliding_window, hidden_states.dtype, **arguments)
+        window = plan_window(WindowSizes.of(config), hidden_states.dtype, **arguments)
         plans["window"] = window
         plans["window_angles"] = window_angles(config, trunk.rotary_emb, hidden_states, window)
     # CODEPATH: 'retaining_attention' layers alone and in hybrids.

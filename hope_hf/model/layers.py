@@ -34,7 +34,7 @@ class Mixer:
         needs: what `context` has to hold; the first four are keywords of these names:
             "chunks": the call's tokens in chunks of `memory_chunk_size` (`chunks.ChunkPlan`);
             "blocks": the tokens in blocks of `sparse_block_size` (`chunks.SlotPlan`);
-            "window": what each token sees (`window_attention.WindowPlan`);
+            "window": what each token sees (`window_plan.WindowPlan`);
             "retained": the same with retained tokens (`retaining_plan.RetainingPlan`);
             "rotary": cosines and sines of positions, with blocks as `block_angles`, with a window as `window_angles`,
                 with retained tokens as `retained_angles`, else `position_embeddings`;

@@ -12,7 +12,8 @@ from hope_hf import HopeCache, HopeConfig, HopeForCausalLM
 from hope_hf.fast.window_reads import read_bands_for_training
 from hope_hf.model.chunks import Past
 from hope_hf.model.streams import Streams
-from hope_hf.model.window_attention import WindowState, plan_window, read_window
+from hope_hf.model.window_attention import WindowState, read_window
+from hope_hf.model.window_plan import WindowSizes, plan_window
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=8, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, initializer_range=0.3)
@@ -91,7 +92,7 @@ def test_gradients_by_hand_are_those_of_autograd_to_the_bit(name):
     device = torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
     past = Past(before, True, torch.tensor([before, before])) if before else None
-    plan = plan_window(sinks, window, torch.float32, (2, length), device, past)
+    plan = plan_window(WindowSizes(sinks, window), torch.float32, (2, length), device, past)
     asks = torch.randn(3, 2, 4, length, 8, generator=draw)
     offers = torch.randn(2, 2, 2, length, 8, generator=draw)
     state = None
