@@ -18,7 +18,7 @@ from datasets import Dataset, config
 from hope_hf.common.process import warn_once
 
 # Increase it when the same files would be read as other texts.
-_VERSION = 3
+_VERSION = 4
 # Errors of a folder that cannot be written.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _SCHEMA = pa.schema([("text", pa.string())])

@@ -258,9 +258,8 @@ def _rows_of_table(kind: str, stream: BinaryIO, reading: Reading) -> Iterator[di
     # the column may be that of tools
     wanted = dict.fromkeys((reading.column, TOOLS))
     columns = [name for name in wanted if name in table.schema.names]
-    for batch in table.batches(columns):
-        for row in batch.to_pylist():
-            yield of_table(row, reading.column)
+    for row in table.rows(columns):
+        yield of_table(row, reading.column)
 
 
 def _text_of_chat(row: dict, number: int, reading: Reading) -> str | None:

@@ -1,5 +1,6 @@
 """The columns and rows of .parquet and .arrow files."""
 
+import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -49,6 +50,12 @@ class Table:
             for batch in self._arrow_batches():
                 yield batch.select(columns)
 
+    def rows(self, columns: list[str]) -> Iterator[dict]:
+        """The rows as Python's values, those of JSON read."""
+        for batch in self.batches(columns):
+            for row in batch.to_pylist():
+                yield {field.name: _read_json(row[field.name], field.type) for field in batch.schema}
+
     def texts(self, column: str) -> Iterator[pa.Array]:
         """The strings of a column, as arrays."""
         for batch in self.batches([column]):
@@ -60,6 +67,19 @@ class Table:
             return
         for index in range(self._arrow.num_record_batches):
             yield self._arrow.get_batch(index)
+
+
+def _read_json(value: object, kind: pa.DataType) -> object:
+    """A value, in which JSON that `datasets` and DuckDB keep as strings is what it says."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _read_json(value[field.name], field.type) for field in kind}
+    if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+        return [_read_json(part, kind.value_type) for part in value]
+    return value
 
 
 def is_string(kind: pa.DataType) -> bool:

@@ -347,6 +347,26 @@ def test_what_precedes_the_words_of_a_first_turn_is_not_learned(tokenizer):
     assert [run.strip() for run in learned(tokenizer, tokens)] == [f"{words}<|end|>" for words in said]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_json_in_a_column_is_what_it_says(tmp_path, kind):
+    """As `datasets` and DuckDB keep values that differ from row to row."""
+    parts = [{"type": "text", "text": "It is"}, {"type": "text", "text": " 1."}]
+    chats = [[CHATS[0][1], {"role": "assistant", "content": content}] for content in ("It is 1.", parts)]
+    contents = [json.dumps(message["content"]) for chat in chats for message in chat]
+    as_json = pa.ExtensionArray.from_storage(pa.json_(), pa.array(contents))
+    turns = pa.StructArray.from_arrays([pa.array(["user", "assistant"] * 2), as_json], ["role", "content"])
+    tools = pa.ExtensionArray.from_storage(pa.json_(), pa.array([json.dumps([CALL]), None]))
+    table = pa.table({"messages": pa.ListArray.from_arrays([0, 2, 4], turns), "tools": tools})
+    file = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pa.parquet.write_table(table, file)
+    else:
+        with pa.OSFile(str(file), "wb") as opened, pa.ipc.new_stream(opened, table.schema) as stream:
+            stream.write_table(table)
+    first, second = map(json.loads, load_files([str(file)], "--train_file", chats=True)["text"])
+    assert first == {"messages": chats[0], "tools": [CALL]} and second == chats[0]
+
+
 def test_one_bad_chat_is_named_or_left_out(tmp_path, tokenizer):
     tokenizer.chat_template = MARKED + "{{ raise_exception('not this') if messages[0].content == 'refuse' }}"
     template = ChatTemplate(tokenizer)
