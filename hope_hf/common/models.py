@@ -84,8 +84,11 @@ def load_config(source: str, flag: str, args: ModelArguments):
 
 def _require_config(source: str, named: str):
     """ValueError for a folder that holds no model. Where a folder in it does, the sentence names that one."""
+    # Not `Path.is_dir`: a word that is too long for a name is no folder.
+    if not os.path.isdir(source):
+        return
     folder = Path(source)
-    if not folder.is_dir() or any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
+    if any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
         return
     inner = sorted(path.parent for path in folder.glob(f"*/{CONFIG_NAME}"))
     gguf = sorted(path.name for path in folder.glob("*.gguf"))

@@ -219,10 +219,11 @@ def _build_schedule(
             f"{total_steps}; give a schedule that ends above 0 (cosine_with_min_lr) or lower {args.length_flag}."
         )
     last = min(schedule.end, total_steps)
-    if schedule.begin + schedule.warmup >= last:
+    end_of_warmup = schedule.begin + schedule.warmup
+    if end_of_warmup >= last:
         warn_once(
-            f"The learning rate never reaches its peak: the warm-up has {schedule.warmup} steps, and schedule or run "
-            f"end at step {last}; lower --num_warmup_steps."
+            f"The learning rate never reaches its peak: the warm-up would end at step {end_of_warmup}, and schedule "
+            f"or run end at step {last}; lower --num_warmup_steps."
         )
     return schedule, change
 

@@ -119,6 +119,12 @@ def test_an_export_with_other_logits_fails_its_check(trained_run, exported, monk
         assert check_export(exported, "small-hope", model) == "printed"
 
 
+def test_the_logits_are_compared_as_the_copy_computes_them(trained_run, exported, monkeypatch):
+    """Fast paths round otherwise, by more than is accepted where logits are small."""
+    monkeypatch.setattr("hope_hf.export.folder.TOLERANCE", 0.0)
+    assert check_export(exported, "small-hope", HopeForCausalLM.from_pretrained(trained_run).eval())
+
+
 @pytest.fixture
 def refused(source, tmp_path, capsys):
     """`refused(*flags)` exports `source`, expects a refusal and no output; returns the error."""

@@ -192,7 +192,7 @@ def test_ten_non_finite_steps_in_a_row_stop_the_run_with_its_checkpoint_intact(r
 
 
 def test_the_first_and_the_last_step_are_logged_and_a_run_of_warm_up_warns(run):
-    with pytest.warns(UserWarning, match="the warm-up has 9 steps"):
+    with pytest.warns(UserWarning, match="the warm-up would end at step 9"):
         _, rows = run("a", "--logging_steps", "3", "--max_train_steps", "5", "--num_warmup_steps", "9")
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 3, 5]
 

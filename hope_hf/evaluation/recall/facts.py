@@ -119,7 +119,7 @@ def text_with_facts(
             needed += len(statement_ids)
     room = length - needed
     if room < 0:
-        raise ValueError(f"the facts and what follows them need {needed:,} tokens")
+        raise ValueError(f"the facts and what follows them need {needed:,} tokens, so give more than that")
     random.Random(seed).shuffle(stated)
     ids: list[int] = []
     stops = [0] * len(facts)
