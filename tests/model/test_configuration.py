@@ -1,6 +1,8 @@
 """`HopeConfig`: named sizes, defaults for every width, refusals that name the field, and the way through JSON."""
 
+import ast
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from mixers import RETAINING, SPARSE, WINDOW
 from transformers import AutoConfig
 
-from hope_hf import PRESETS, HopeConfig, HopeForCausalLM
+from hope_hf import PRESETS, HopeConfig, HopeForCausalLM, LevelLearning
 from hope_hf.optim import period_steps
 
 SIZES = {"tiny": 8e6, "pilot": 160e6, "mid": 760e6, "target": 1.3e9}
@@ -212,3 +214,17 @@ def test_fields_are_overridden_while_loading_and_checked_where_they_are_used(tmp
         for use in (HopeForCausalLM, lambda config: config.save_pretrained(tmp_path)):
             with pytest.raises(StrictDataclassError, match=next(iter(bad))):
                 use(config)
+
+
+def test_the_docstring_has_every_default():
+    """A default stands in the docstring and at the field; the form is that of transformers."""
+    config = HopeConfig()
+    documented = dict(re.findall(r" (\w+) \(`.*, defaults to `?(.+?)`?\):\n", HopeConfig.__doc__))
+    assert len(documented) == HopeConfig.__doc__.count("defaults to") > 20
+    for name, default in documented.items():
+        assert getattr(config, name) == ast.literal_eval(default), name
+    of_levels = HopeConfig.__doc__.split("`level_learning.LevelLearning`:")[1].split(":", 1)[0]
+    defaults = dict(re.findall(r"`(matrices|rate|drift|gate|brake)` \(([^)]+)\)", of_levels))
+    assert len(defaults) == 5
+    for name, default in defaults.items():
+        assert getattr(LevelLearning(), name) == ast.literal_eval(default), name
