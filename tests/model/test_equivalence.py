@@ -69,7 +69,7 @@ class Compiled(Way):
 
 
 # so that these texts fill several tiles of each loop
-TILES = {"_BAND": 4, "_TIME_TILE": 8, "_QUERY_TILE": 8, "_GATHERED": 8, "_BLOCK": 96}
+TILES = {"BAND": 4, "_TIME_TILE": 8, "_QUERY_TILE": 8, "_GATHERED": 8, "_BLOCK": 96}
 
 
 @pytest.fixture(autouse=True)
