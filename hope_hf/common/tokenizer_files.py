@@ -7,7 +7,9 @@ cutting a text into words, whatever the file says. The file has the rules with w
 import json
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from .process import warn_once
 from .weights import find_file
@@ -39,6 +41,8 @@ def read_tokenizer(place: str, trust_remote_code: bool = False) -> PreTrainedTok
     # This class alone reads the file as it is.
     reads_the_file = kind is PreTrainedTokenizerFast
     as_written = backend if reads_the_file else Tokenizer.from_file(str(file))
+    prefix_space = None if reads_the_file else get_tokenizer_config(place).get("add_prefix_space")
+    _set_prefix_space(as_written, prefix_space)
     added_tokens = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
     _require_ids_of_added_tokens(as_written, added_tokens)
     if reads_the_file or _give_equal_ids(backend, as_written, added_tokens):
@@ -53,7 +57,14 @@ def read_tokenizer(place: str, trust_remote_code: bool = False) -> PreTrainedTok
             special_tokens[name] = token
     followed = PreTrainedTokenizerFast.from_pretrained(place, **special_tokens)
     followed.backend_tokenizer.post_processor = backend.post_processor
+    _set_prefix_space(followed.backend_tokenizer, prefix_space)
     return followed
+
+
+def _set_prefix_space(backend: Tokenizer, prefix_space: bool | None) -> None:
+    """What tokenizer_config.json says of a space before a text goes before tokenizer.json."""
+    if prefix_space is not None and isinstance(backend.pre_tokenizer, ByteLevel):
+        backend.pre_tokenizer.add_prefix_space = prefix_space
 
 
 def _require_ids_of_added_tokens(backend: Tokenizer, added_tokens: list[dict]) -> None:

@@ -75,6 +75,18 @@ def test_an_added_token_behind_a_gap_is_refused(tmp_path):
                 load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("tokenizer_class, model_type", [("GPT2Tokenizer", None), ("Qwen2Tokenizer", "qwen2")])
+def test_a_space_before_a_text_is_as_the_config_says(tmp_path, tokenizer_class, model_type):
+    written = folder_of(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False), None, tokenizer_class, model_type)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_prefix_space": True}))
+    expected = written.encode(f" people {TEXT}").ids
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer(f"people {TEXT}")["input_ids"] == expected
+    save_tokenizer(tokenizer, tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy"))(f"people {TEXT}")["input_ids"] == expected
+
+
 def test_a_class_that_agrees_with_the_file_is_left_alone(tmp_path, recwarn):
     folder_of(tmp_path, BYTES, None, "GPT2Tokenizer", None)
     assert type(read_tokenizer(str(tmp_path))).__name__ == "GPT2Tokenizer"
