@@ -151,6 +151,12 @@ class HopeRetainingAttention(HopeAttention):
                 "`layer_types`, or leave it out"
             )
         heads = config.num_key_value_heads
+        if counts is None:
+            # kinds of layers that were changed after the configuration was made
+            raise ValueError(
+                f"`retained_tokens` is missing: give a list for each of the {layers} layers of 'retaining_attention', "
+                f"with a number for each of the {heads} heads of keys"
+            )
         if [len(of_layer) for of_layer in counts] != [heads] * layers:
             raise ValueError(
                 f"`retained_tokens` has the lengths {[len(of_layer) for of_layer in counts]}: give a list for each of "

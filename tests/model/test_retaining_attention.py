@@ -1,9 +1,11 @@
 """Attention that retains tokens, beyond what `test_equivalence.py` compares: equal scores, whatever the calls."""
 
+import pytest
 import torch
-from mixers import RETAINING, random_ids
+from huggingface_hub.errors import StrictDataclassError
+from mixers import RETAINING, WINDOW, random_ids
 
-from hope_hf import HopeCache
+from hope_hf import HopeCache, HopeForCausalLM
 
 PIECES = [3, 1, 1, 20, 1, 34]
 
@@ -33,3 +35,10 @@ def test_a_text_of_few_words_is_read_the_same_in_any_pieces(tiny_model):
         output = model(piece, cache=cache)
         logits.append(output.logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=0, atol=1e-10)
+
+
+def test_layers_that_become_retaining_while_loading_need_numbers(tiny_model, tmp_path):
+    tiny_model(**WINDOW).save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError) as refusal:
+        HopeForCausalLM.from_pretrained(tmp_path, layer_types=["retaining_attention"] * 2)
+    assert "`retained_tokens` is missing" in str(refusal.value.__cause__)
