@@ -167,6 +167,26 @@ class PlainLoader(yaml.SafeLoader):
             keys.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node):
+        _require_decimal(node)
+        return super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node):
+        _require_decimal(node)
+        return super().construct_yaml_float(node)
+
+
+def _require_decimal(node: yaml.ScalarNode) -> None:
+    """ConstructorError for numbers that YAML 1.1 reads in other ways than people: 010 is 8, and 1:30 is 90."""
+    if ":" in node.value or re.fullmatch(r"[-+]?0[0-9_]+", node.value):
+        raise yaml.constructor.ConstructorError(
+            None, None, f"write {node.value} as a decimal number, or in quotes", node.start_mark
+        )
+
+
+PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
+PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_yaml_float)
+
 
 class _FlagLoader(PlainLoader):
     """Values of flags as they are written: YAML 1.1 makes `no` False, `2026_11_28` a number and `1:30` 90."""

@@ -39,6 +39,7 @@ MODELS = [
     (["--config_overrides", "hidden_size"], "--config_overrides 'hidden_size' cannot be read"),
     (["--config_overrides", "hidden_size=&a [*a]"], "cannot be read: write *a out"),
     (["--config_overrides", "hidden_size=64,hidden_size=32"], "a name comes twice"),
+    (["--config_overrides", "hidden_size=064"], "write 064 as a decimal number"),
     (["--config_overrides", "hidden_size=" + "[" * 5000], "cannot be read"),
     (hope(hidden_size="wide"), "hidden_size"),
     (hope(vocab_size=10**10), "vocab_size is 10000000000"),
