@@ -30,6 +30,14 @@ from .window_plan import WindowSizes, plan_window, window_angles
 # The models that this thread (or asynchronous task) reads with frozen memories.
 _FROZEN: ContextVar[frozenset[nn.Module]] = ContextVar("frozen_memories", default=frozenset())
 
+# Options of a language model, and what reads them; its trunk, also below another head, would not.
+_READERS = {
+    "learn": "HopeForCausalLM",
+    "skip_logits": "HopeForCausalLM",
+    "learn_generated": "generate of HopeForCausalLM",
+    "recall": "generate of HopeForCausalLM",
+}
+
 
 @dataclass
 class Call:
@@ -70,6 +78,9 @@ def prepare_call(
     """
     config = trunk.config
     check_inputs(config, input_ids, inputs_embeds)
+    for option, reader in _READERS.items():
+        if options.get(option):
+            raise ValueError(f"{option}=True is read by {reader} alone: leave it out here")
     hidden_states = trunk.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     counts_before = counts_after = None
     if cache is not None:

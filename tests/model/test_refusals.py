@@ -7,7 +7,7 @@ import torch
 from mixers import ATTENTION, HYBRID, MIXED, RETAINING, SPARSE, STATES, WINDOW, random_ids
 from transformers import DynamicCache
 
-from hope_hf import HopeCache
+from hope_hf import HopeCache, HopeForTokenClassification
 
 IDS = random_ids(1, 21)
 STARTS = torch.tensor([0, 5, 14, 15, 21], dtype=torch.int32)
@@ -69,6 +69,18 @@ def test_calls_of_a_model(model_of):
         for words, call in (INPUTS | CALLS).items():
             with pytest.raises(ValueError, match=words):
                 model_of(STATES[kind])(**call)
+
+
+def test_options_of_a_language_model_reach_no_other_head(model_of):
+    model = model_of(STATES["mixed"])
+    head = HopeForTokenClassification(model.config)
+    for option in ("learn", "skip_logits", "recall", "learn_generated"):
+        for call in (model.model, head):
+            call(IDS, **{option: False})
+            with pytest.raises(ValueError, match=f"{option}=True.*HopeForCausalLM"):
+                call(IDS, **{option: True})
+    with pytest.raises(ValueError, match="recall=True.*generate"):
+        model(IDS, recall=True)
 
 
 def test_inputs_of_generate_and_of_attention_alone(model_of):
