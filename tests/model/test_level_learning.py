@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from hope_hf import HopeCache, HopeConfig, LevelLearning
 from hope_hf.model import cache_file
-from hope_hf.model.level_learning import normalised
+from hope_hf.model.level_learning import Learner, normalised
 
 EXACT = dict(rtol=1e-11, atol=1e-11)
 SAME = dict(rtol=0, atol=0)
@@ -513,6 +513,10 @@ def test_a_model_with_adapters_learns_and_stays(tiny_model, tmp_path):
     torch.testing.assert_close(logits[:, :8], frozen[:, :8], rtol=0, atol=1e-5)
     assert (logits - frozen)[:, 8:].abs().max() > 3e-3
     torch.testing.assert_close(adapted.state_dict(), before, **SAME)
+    # rate and drift count from the maps without their adapters
+    models = adapted.get_base_model(), one_level(tiny_model, torch.float32, **HYBRID)
+    norms = [Learner.of(model, adapted.config.level_learning).norms for model in models]
+    torch.testing.assert_close(*norms, **SAME)
     # a file of the adapted model, whether PEFT's class or the model in it is named
     cache.save_pretrained(tmp_path, adapted)
     for model in (adapted, adapted.get_base_model()):
