@@ -128,7 +128,7 @@ def read_stream(rows: Iterable[dict], source: str) -> Iterator[dict]:
 def text_column(
     dataset: Dataset | IterableDataset, source: str, column: str | None = None
 ) -> Dataset | IterableDataset:
-    """Only the text column of a data set, renamed `text`: see `choose_column`.
+    """Only the text column of a data set, renamed `text`: see `choose_column`. Warns of rows without text.
 
     Of a stream of unknown columns, the first row is read.
     """
@@ -142,6 +142,8 @@ def text_column(
         strings = [name for name in names if is_string(schema.field(name).type)]
     name = choose_column(Columns(names, strings, strings), source, column)
     dataset = dataset.select_columns([name])
+    if isinstance(dataset, Dataset):
+        _warn_of_bad_rows(source, dataset.data.column(name).null_count, len(dataset))
     return dataset if name == "text" else dataset.rename_column(name, "text")
 
 

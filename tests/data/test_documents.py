@@ -173,6 +173,13 @@ def test_what_datasets_makes_of_a_folder_is_said(tmp_path, recwarn, names, words
     assert not [warning for warning in recwarn if warning.category is UserWarning]
 
 
+def test_rows_of_a_data_set_without_text_are_counted(tmp_path):
+    write(tmp_path / "train.jsonl", [*TEXTS, None, None])
+    with pytest.warns(UserWarning, match=f"--dataset_name {tmp_path}: 2 of 62 rows cannot be read or hold no text"):
+        sources = open_sources(DataConfig(dataset_name=str(tmp_path)))
+    assert len(sources.train) + len(sources.validation) == 60
+
+
 def test_a_validation_file_that_is_trained_on_is_named(tmp_path):
     train = [write(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
     with pytest.warns(UserWarning, match="--validation_file .*b.jsonl is also read by --train_file"):
