@@ -67,7 +67,7 @@ def _on_one_text(records: dict[str, dict]) -> Reports:
             report[key] = number
         for texts in sorted(other_texts):
             warnings.warn(
-                f"{first_name} and {name} read different texts, {texts}: so differ the numbers.", stacklevel=3
+                f"{first_name} and {name} read different texts, {texts}, so their numbers differ, too.", stacklevel=3
             )
         reports[name] = report
     return reports
