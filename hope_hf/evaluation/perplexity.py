@@ -143,7 +143,7 @@ def by_corpus(args: Arguments, subject: Subject, held_out: HeldOut, documents: l
 
     Every token has the same weight.
     """
-    scores = document_scores(args, subject, documents, "perplexity: documents")
+    scores = document_scores(args, subject, documents, "perplexity: batches of documents")
     losses = joined_scores(scores).losses
     require_finite(losses, "perplexity: the model's losses on the text")
     parts = []
@@ -384,7 +384,7 @@ def _size(cache) -> Row:
 
 def _windows(args: Arguments, subject: Subject, streams: Tensor, window: int, stride: int) -> Tensor:
     losses = []
-    for row in progress(streams, f"perplexity: windows of {stride}"):
+    for row in progress(streams, f"perplexity: windows of {window} every {stride}"):
         scores = window_scores(subject.model, row, window, stride, args.rows)
         losses.append(scores.losses)
     return torch.stack(losses)
