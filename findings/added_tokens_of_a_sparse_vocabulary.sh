@@ -2,9 +2,9 @@
 # tokenizers 0.23.3: where the vocabulary has unused ids, added tokens of a file get other ids than the file says.
 #
 # Guess: each entry of `added_tokens` has its id in the file, and the tokenizer gives that id; or the file is refused.
-# Seen: the ids are not read. Added tokens are counted on from the number of tokens, not from the largest id: with ids
-# 0, 1, 2 and 5 in the vocabulary, `<6>` and `<7>` of the file become 4 and 5. 5 is a word of the vocabulary as well, and
-# decodes as the added token. Python shows no warning. `to_str` writes the new ids. Without unused ids the file's ids hold.
+# Seen: added tokens are counted on from the number of tokens, whatever the file says: with ids 0, 1, 2 and 5 in the
+# vocabulary, tokens 6 and 7 of the file become 4 and 5. 5 is a word of the vocabulary as well, and decodes as the added
+# token. Python shows no warning, and `to_str` writes the new ids. Without unused ids the file's ids hold.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# lm-eval 0.4.13: `generate_until` answers otherwise at batch size 4 than at 1 where the model's generation settings name
-# no end token.
+# lm-eval 0.4.13: `generate_until` answers otherwise at batch size 4 than at 1 where the model's generation settings
+# name no end token.
 #
 # Guess: the tokenizer's end token is one of the stop sequences, so that an answer ends there at any batch size.
-# Seen: at batch size 1 it does. In a batch, generation goes on until each row has met it, and the text is decoded without
-# special tokens before stop sequences are looked for: the end token is gone, and what came after it is part of the
-# answer. No warning. With `eos_token_id` in the generation settings both sizes agree.
+# Seen: at batch size 1 it does. In a batch, generation goes on until each row has met it, and the text is decoded
+# without special tokens before stop sequences are looked for: the end token is gone, and what came after it is part of
+# the answer. No warning. With `eos_token_id` in the generation settings both sizes agree.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
