@@ -3,7 +3,7 @@
 #
 # Guess: a tokenizer.json is the whole tokenizer, and the class that tokenizer_config.json names adds special tokens and
 # the longest text alone.
-# Seen: `GPT2Tokenizer`, which SmolLM2's tokenizer_config.json names, takes vocabulary and merges and builds a
+# Seen: `GPT2Tokenizer`, if tokenizer_config.json names it, takes vocabulary and merges and builds a
 # pre-tokenizer of its own. SmolLM2's file splits digits off first: a run of spaces or newlines before a number is one
 # piece there, and two here. No warning. `PreTrainedTokenizerFast` in the place of the name gives the file's ids. The
 # library's issues report the same cause for Granite and OLMo 2, for which some names have an exception.
