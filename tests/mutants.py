@@ -406,7 +406,9 @@ def copy_of_tree(folder: Path) -> Path:
 
 def first_failure(tree: Path, tests: list[str], minutes: int) -> str | None:
     """The first test that fails in the tree, "time" after so many minutes; None if all pass."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    # before what is there: a test may need a library of a folder of its own
+    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
     try:
         done = subprocess.run(
@@ -450,6 +452,8 @@ def main() -> int:
             if found is None and options.whole:
                 found = first_failure(tree, [], 60)
             file.write_text(whole, encoding="utf-8")
+            if found not in (None, "time") and first_failure(tree, [found], options.minutes):
+                raise SystemExit(f"{found} fails without a mutant, too: it catches nothing.")
             missed += [one.name] * (found in (None, "time"))
             print(f"| {one.name} | {found or 'not caught'} |", flush=True)
     print(f"{len(chosen) - len(missed)} of {len(chosen)} are caught")
