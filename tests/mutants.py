@@ -159,7 +159,7 @@ MUTANTS = [
         "model/documents.py",
         "is_later = real & (real.cumsum(1) > 1)",
         "is_later = real & (real.cumsum(1) > 0)",
-        "tests/model/test_inputs.py tests/model/test_level_learning.py",
+        "tests/model/test_inputs.py tests/model/test_generation.py",
     ),
     # attention
     Mutant(
