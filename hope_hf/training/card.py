@@ -10,20 +10,24 @@ from hope_hf.common.gpus import GIB
 from hope_hf.common.run_arguments import Arguments, OptimizationArguments
 from hope_hf.optim import LevelClock, warn_short_levels
 
+from .checkpoints.reader import SavedRun
 from .engines.base import Engine
 from .engines.placement import device_name
 from .setup import RunParts, RunPlan
 
 
-def run_card(args: Arguments, engine: Engine, parts: RunParts) -> str:
-    """The card of a run whose parts are not prepared yet. Warns, on rank 0, of levels that rarely step."""
+def run_card(args: Arguments, engine: Engine, parts: RunParts, saved: SavedRun | None) -> str:
+    """The card of a run whose parts are not prepared yet, and which goes on from `saved` if that is given.
+
+    Warns, on rank 0, of levels that rarely step.
+    """
     accelerator, plan = engine.accelerator, parts.plan
     options = args.part(OptimizationArguments)
     rows = {
         "model": model_row(args.part(ModelArguments), parts.model, args.lora_rank),
         "data": parts.data.description,
         "batch": batch_row(options, plan, accelerator.num_processes),
-        "steps": steps_row(plan),
+        "steps": steps_row(plan, saved),
         "optimizer": optimizer_row(options, plan),
         "engine": engine.name,
     }
@@ -71,11 +75,11 @@ def batch_row(options: OptimizationArguments, plan: RunPlan, processes: int) -> 
     )
 
 
-def steps_row(plan: RunPlan) -> str:
+def steps_row(plan: RunPlan, saved: SavedRun | None) -> str:
     """Length of the run."""
     warmup = plan.schedule.warmup
     part = f"of which {warmup:,}" if warmup < plan.total_steps else "all of them"
-    return f"{plan.total_steps:,}, {part} warm-up; {plan.total_tokens:,} tokens"
+    return f"{plan.total_steps:,}, {part} warm-up; {plan.total_tokens(saved):,} tokens"
 
 
 def optimizer_row(options: OptimizationArguments, plan: RunPlan) -> str:

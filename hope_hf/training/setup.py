@@ -71,9 +71,12 @@ class RunPlan:
     total_steps: int
     schedule: Schedule
 
-    @property
-    def total_tokens(self) -> int:
-        return self.total_steps * self.tokens_per_step
+    def total_tokens(self, saved: SavedRun | None) -> int:
+        """Tokens of the whole run; the steps of a checkpoint that it continues may have had another size."""
+        if saved is None:
+            return self.total_steps * self.tokens_per_step
+        steps_to_come = self.total_steps - saved.step
+        return saved.tokens + steps_to_come * self.tokens_per_step
 
 
 @dataclass

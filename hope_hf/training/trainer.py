@@ -204,7 +204,7 @@ def begin(args: Arguments, engine: Engine, folder: RunFolder, free: FreeMemory |
             return None
         parts.load_weights(saved.manifest)
     # Before the engine shards the model.
-    card = run_card(args, engine, parts)
+    card = run_card(args, engine, parts, saved)
     training = new_run(args, engine, folder, parts, identity, source=saved.path if saved else None)
     continuing = resume(args, engine, training, saved) if saved else []
     lines = [card]

@@ -48,8 +48,11 @@ def test_epochs_end_at_the_same_row_however_often_the_batch_changes(run, capsys)
     _, whole = run("whole", *epochs, 4)
     changed = [*epochs, 2, "--resume_from_checkpoint", "latest"]
     run("a", *epochs, 4, "--stop_after", 3)
+    capsys.readouterr()
     run("a", *changed, "--stop_after", 2)
+    card = capsys.readouterr().out
     status, parts = run("a", *changed)
+    assert f"{parts[-1]['tokens']:,} tokens\n" in card
     assert status == 0 and abs(parts[-1]["tokens"] - whole[-1]["tokens"]) < 4 * 32
 
 

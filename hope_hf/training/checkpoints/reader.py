@@ -48,6 +48,15 @@ class SavedRun:
         return identity
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the model has read; ValueError if it holds no number of them."""
+        progress = self.state["trainer"].get("progress")
+        tokens = progress.get("tokens") if isinstance(progress, dict) else None
+        if type(tokens) is not int:
+            raise not_of_a_run(self.path / "trainer.json", f"tokens is {tokens!r}")
+        return tokens
+
+    @property
     def path(self) -> Path:
         """The checkpoint's folder."""
         return self.manifest.folder
