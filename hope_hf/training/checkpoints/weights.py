@@ -250,7 +250,7 @@ class WholeWeights(StoredWeights):
                 raise ValueError(f"{path} is no whole safetensors file ({error}): copy it again, or {FIX}.") from None
             self._files |= dict.fromkeys(file.keys(), file)
         if self._names is None:
-            self._names = dict(zip(self._files, self._files, strict=True))
+            self._names = {name: name for name in self._files}
         for name, stored in self._names.items():
             values = self._files[stored].get_slice(stored)
             shape = values.get_shape()
@@ -412,8 +412,8 @@ def join(manifest: Manifest, out: Path) -> None:
         )
         for name_of_file, names in split.filename_to_tensors.items():
             file = out / name_of_file
-            weights = dict(zip(names, map(parts.read, names), strict=True))
-            save_file(weights, file, metadata={"format": "pt"})
+            # without a name: else the weights of two files are held at a time
+            save_file({name: parts.read(name) for name in names}, file, metadata={"format": "pt"})
             copy_rights_of_folder(file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
